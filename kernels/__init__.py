@@ -1,0 +1,1 @@
+"""The performance-critical operations: arrays in, arrays out. Imported as `moejax.kernels`."""
