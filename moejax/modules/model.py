@@ -1,0 +1,96 @@
+"""The hybrid language model: embedding, layers, depth attention at the output, final norm, head."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import linen as nn
+
+from ..config import ModelConfig
+from .block import RMSNorm
+from .depth_attention import AttentionResidual
+from .stack import LayerStack
+
+
+class HybridLM(nn.Module):
+    """A language model of the Kimi K3 class (arXiv 2607.24653).
+
+    `apply({"params": p, "router_state": r}, tokens, segment_ids)` returns logits. Collections: `params` (gradients see
+    nothing else), `router_state` (the selection bias of each MoE layer; changed by the train step, never here) and, when
+    asked for with `mutable=["router_stats"]`, the routing counts of this call. Initialise under `jax.jit`.
+    """
+
+    config: ModelConfig
+
+    @nn.compact
+    def __call__(
+        self, tokens: jax.Array, segment_ids: jax.Array | None = None, *, return_hidden: bool = False
+    ) -> jax.Array:
+        """Next-token logits.
+
+        Args:
+          tokens: [B,T] integers in [0, vocab_size).
+          segment_ids: [B,T] int32: 0 = padding, documents 1, 2, ... in order along T; None: one document a row.
+          return_hidden: return the final hidden state [B,T,D] instead, for a loss in chunks (`head_matrix` goes on).
+
+        Returns:
+          logits [B,T,V] float32 (float64 when the configuration says so).
+
+        Raises:
+          ValueError: wrong rank or dtype, T = 0, ids outside the vocabulary (checked when the values are known).
+        """
+        c = self.config
+        check_tokens(tokens, segment_ids, c.vocab_size)
+        dtype, param_dtype = compute_dtype(c), jnp.dtype(c.param_dtype)
+        normal = nn.initializers.normal(c.initializer_range)
+        embedding = self.param("embedding", normal, (c.vocab_size, c.hidden), param_dtype)
+        head = self.param("head", normal, (c.hidden, c.vocab_size), param_dtype)
+        with jax.named_scope("embedding"):
+            x = jnp.take(embedding, tokens, axis=0).astype(dtype)
+            if segment_ids is not None:
+                x = jnp.where((segment_ids != 0)[..., None], x, 0)  # padding ids may be anything
+        out = LayerStack(c, name="stack")(x, segment_ids)
+        h = self._output(out)
+        h = RMSNorm(c.norm_eps, c.param_dtype, name="final_norm")(h)
+        if not self.is_initializing() and self.is_mutable_collection("router_stats"):
+            self.put_variable("router_stats", "aux_loss_total", out.aux_loss)
+        if return_hidden:
+            return h
+        with jax.named_scope("head"):
+            wide = jnp.promote_types(dtype, jnp.float32)
+            return jnp.matmul(h, head.astype(dtype), preferred_element_type=wide)
+
+    def _output(self, out) -> jax.Array:
+        """The stream that the final norm reads."""
+        if self.config.residual == "plain":
+            return out.prefix
+        query = AttentionResidual(self.config.norm_eps, self.config.param_dtype, name="output_residual")
+        if self.is_initializing() and out.sources is None:
+            return query(out.prefix[None])
+        return query(out.sources, out.prefix)
+
+
+def compute_dtype(config: ModelConfig) -> jnp.dtype:
+    """The dtype of activations: as configured, else bfloat16 on an accelerator and float32 on a CPU."""
+    if config.dtype is not None:
+        return jnp.dtype(config.dtype)
+    return jnp.dtype("float32" if jax.default_backend() == "cpu" else "bfloat16")
+
+
+def check_tokens(tokens: jax.Array, segment_ids: jax.Array | None, vocab_size: int) -> None:
+    """Raise ValueError for inputs that no model of `vocab_size` tokens can read. Values are checked when not traced."""
+    if tokens.ndim != 2 or tokens.shape[1] == 0:
+        raise ValueError(f"tokens has shape {tuple(tokens.shape)}; it must be [B,T] with T >= 1.")
+    if not jnp.issubdtype(tokens.dtype, jnp.integer):
+        raise ValueError(f"tokens has dtype {tokens.dtype}; it must be an integer type.")
+    if segment_ids is not None and (segment_ids.shape != tokens.shape or segment_ids.dtype != jnp.int32):
+        raise ValueError(
+            f"segment_ids is {segment_ids.dtype}{list(segment_ids.shape)}; it must be int32{list(tokens.shape)}, like tokens."
+        )
+    if not isinstance(tokens, jax.core.Tracer):
+        values = np.asarray(tokens)
+        if values.min() < 0 or values.max() >= vocab_size:
+            raise ValueError(
+                f"token ids span [{values.min()}, {values.max()}]; they must lie in [0, {vocab_size}), the vocabulary."
+            )

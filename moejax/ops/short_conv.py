@@ -1,0 +1,117 @@
+"""Causal depthwise convolution of a few taps with SiLU: the token mixing before KDA's queries, keys and values.
+
+Shapes: B batch, T tokens, C channels, W taps (4 in the published models). x [B,T,C], weight [W,C], history [B,W-1,C].
+"""
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from moejax.kernels.common import accumulation_dtype, require_float, require_rank
+
+
+def short_conv(
+    x: Array, weight: Array, *, history: Array | None = None, segment_ids: Array | None = None
+) -> tuple[Array, Array]:
+    """`silu(sum_j weight[j] * x[t - (W-1) + j])`, causal, restarting at each document, carrying its last inputs.
+
+    Sums are float32 (float64 for float64 inputs). A tap never crosses a document boundary. Padding (segment id 0) takes no
+    tap position and is never read, wherever it stands: a document with padding inside goes on after it.
+    Source: Kimi K3 report section 2.1.1 (kernel 4, no bias, last tap = current token).
+
+    Args:
+      x: [B,T,C] float32, bfloat16 or float64; T >= 1.
+      weight: [W,C], W >= 1; the last tap meets the current token.
+      history: [B,W-1,C], the inputs before the first token, oldest first; continues the first document only. None = zeros.
+      segment_ids: [B,T] integers, 0 = padding, documents 1, 2, ... in order. None = one document without padding.
+    Returns: (y [B,T,C] in `x.dtype`, 0 at padding; the last W-1 inputs [B,W-1,C] of the last document in `x.dtype`, padding
+      not counted, zeros before the start of a document that is not the first; a row of padding returns its history).
+    Raises ValueError: a shape or dtype that breaks the rules above.
+    """
+    _check(x, weight, history, segment_ids)
+    batch, tokens, channels = x.shape
+    width = weight.shape[0]
+    if history is None:
+        history = jnp.zeros((batch, width - 1, channels), x.dtype)
+    history = history.astype(x.dtype)
+    if segment_ids is None:
+        inputs = jnp.concatenate([history, x], axis=1)
+        taps = [inputs[:, j : j + tokens] for j in range(width)]
+        return _silu_of_taps(taps, weight).astype(x.dtype), inputs[:, tokens:]
+    return _packed(x, weight, history, segment_ids)
+
+
+def _packed(x: Array, weight: Array, history: Array, segment_ids: Array) -> tuple[Array, Array]:
+    """The documents' own tokens moved together (a permutation), shifted taps within one id, and the way back."""
+    tokens, width = x.shape[1], weight.shape[0]
+    real = segment_ids > 0
+    place, source = _compaction(real)
+    # Select before anything is read, so that NaN at padding stays out of values and gradients.
+    compact = _permute(jnp.where(real[..., None], x, 0), source, place)
+    ids = jnp.take_along_axis(segment_ids, source, axis=1)
+    # After compaction the first id is the first document's (0 in a row of padding), which the history belongs to.
+    ids = jnp.concatenate([jnp.broadcast_to(ids[:, :1], (ids.shape[0], width - 1)), ids], axis=1)
+    inputs = jnp.concatenate([history, compact], axis=1)
+    own = ids[:, width - 1 :]
+    taps = [jnp.where((ids[:, j : j + tokens] == own)[..., None], inputs[:, j : j + tokens], 0) for j in range(width)]
+    y = _permute(_silu_of_taps(taps, weight).astype(x.dtype), place, source)
+    last = real.sum(axis=1, dtype=jnp.int32)[:, None] + jnp.arange(width, dtype=jnp.int32)
+    last_ids = jnp.take_along_axis(ids, last, axis=1, mode="clip") if width > 1 else ids[:, :1]
+    kept = jnp.take_along_axis(inputs, last[:, :-1, None], axis=1)
+    # The row just before the end of the real tokens names the last document; in a row of padding it is the history's 0.
+    same = last_ids[:, :-1] == last_ids[:, width - 2 : width - 1]
+    return jnp.where(real[..., None], y, 0), jnp.where(same[..., None], kept, 0)
+
+
+def _silu_of_taps(taps: list[Array], weight: Array) -> Array:
+    dtype = accumulation_dtype(taps[0], weight)
+    # The first product starts the sum: a single tap must not be added to a zero (-0.0 would lose its sign).
+    total = taps[0].astype(dtype) * weight[0].astype(dtype)
+    for tap, row in zip(taps[1:], weight[1:], strict=True):
+        total = total + tap.astype(dtype) * row.astype(dtype)
+    return total * jax.nn.sigmoid(total)
+
+
+def _compaction(real: Array) -> tuple[Array, Array]:
+    """For each token its place when the real tokens [B,T] go first, and for each place its token: inverse permutations."""
+    ahead = jnp.cumsum(real, axis=1, dtype=jnp.int32)
+    padding = jnp.cumsum(~real, axis=1, dtype=jnp.int32)
+    place = jnp.where(real, ahead, ahead[:, -1:] + padding) - 1
+    tokens = jnp.broadcast_to(jnp.arange(real.shape[1], dtype=jnp.int32), real.shape)
+    rows = jnp.arange(real.shape[0], dtype=jnp.int32)[:, None]
+    return place, jnp.zeros_like(place).at[rows, place].set(tokens, unique_indices=True)
+
+
+@jax.custom_vjp
+def _permute(x: Array, index: Array, inverse: Array) -> Array:
+    """Rows of x [B,T,C] in the order `index` [B,T]. Its transpose is the gather by `inverse`, not a scatter (2x on a CPU)."""
+    return jnp.take_along_axis(x, index[..., None], axis=1, mode="promise_in_bounds")
+
+
+_permute.defvjp(
+    lambda x, index, inverse: (_permute(x, index, inverse), (index, inverse)),
+    lambda saved, cotangent: (_permute(cotangent, saved[1], saved[0]), None, None),
+)
+
+
+def _check(x: Array, weight: Array, history: Array | None, segment_ids: Array | None) -> None:
+    require_float(x=x, weight=weight, history=history)
+    require_rank(3, "[B,T,C]", x=x)
+    require_rank(2, "[W,C]", weight=weight)
+    if 0 in x.shape:
+        raise ValueError(f"x has shape {x.shape}; no axis of [B,T,C] may be empty (skip the call when there are no tokens).")
+    batch, tokens, channels = x.shape
+    width = weight.shape[0]
+    if width < 1 or weight.shape[1] != channels:
+        raise ValueError(f"weight has shape {weight.shape}; it must be [W,C] with W >= 1 taps and C = {channels} channels.")
+    if history is not None and history.shape != (batch, width - 1, channels):
+        raise ValueError(
+            f"history has shape {history.shape}; it must be [B,W-1,C] = {[batch, width - 1, channels]}: the last {width - 1} "
+            "inputs before the first token, oldest first."
+        )
+    if segment_ids is not None:
+        if segment_ids.shape != (batch, tokens) or not jnp.issubdtype(segment_ids.dtype, jnp.integer):
+            raise ValueError(
+                f"segment_ids is {segment_ids.dtype}{list(segment_ids.shape)}; it must be integers [B,T] = "
+                f"{[batch, tokens]} with 0 = padding and documents 1, 2, ..."
+            )

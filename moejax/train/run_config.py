@@ -1,0 +1,198 @@
+"""Settings of a pre-training run, its folder, and what may change when it is taken up again."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import pathlib
+import platform
+import time
+from typing import Any
+
+import jax
+
+from .. import __version__, presets
+from ..config import ModelConfig
+from .optimizers import OptimizerConfig
+
+DEFAULT_STEPS = 300
+DEFAULT_MINUTES = 4.3  # with 15-20 s of scoring and pictures after it: under 5 minutes
+
+# What a resumed run may be given anew; everything else decides the numbers.
+FREE_ON_RESUME = ("resume", "minutes", "stop_after", "checkpoint_every", "profile", "compile_cache", "prompt")
+FREE_ON_RESUME += ("sample_bytes", "temperature", "corpus")  # the corpus is checked by its hash
+FREE_ON_EVALUATE = ("evaluate", "heldout_rows", "corpus", "compile_cache")
+PROFILED_STEPS = (3, 8)  # of this process: past the compile, and few enough for a small trace
+
+
+@dataclasses.dataclass(frozen=True)
+class PretrainConfig:
+    """Train a hybrid language model on text. Without arguments: the tiny model on this Python's standard library, a few
+    minutes on two CPU cores. Ctrl-C ends a run cleanly; --resume goes on from where it stopped, bit for bit."""
+
+    preset: str = "tiny"
+    """Model size by name (python -m moejax.presets lists them), or a JSON file that holds a ModelConfig."""
+    steps: int | None = None
+    """Optimizer steps, which the learning-rate schedule spans. None: 300, ended after 4.3 minutes if need be."""
+    minutes: float | None = None
+    """End cleanly after so many minutes of training (--resume goes on). None: no limit when --steps is given."""
+    stop_after: int | None = None
+    """End cleanly after this step; the schedule still spans --steps."""
+    batch: int = 8
+    """Rows of a batch (of one micro-batch)."""
+    micro_batches: int = 1
+    """Batches whose gradients are summed for one step."""
+    context: int = 256
+    """Tokens of a row."""
+    learning_rate: float = 3e-3
+    """Peak of the cosine schedule."""
+    weight_decay: float = 0.1
+    balance: str | None = None
+    """Balancing rule: quantile, quantile_exact, sign, load_quantile, median_band, aux_loss, none. None: as preset."""
+    seed: int = 0
+    """Of the initial weights and the order of the text."""
+    corpus: str | None = None
+    """Folder of text files to learn instead of the standard library."""
+    heldout_rows: int = 128
+    """Rows of held-out text that are scored before and after."""
+    out: str = "runs"
+    """Folder in which the run's folder is made."""
+    resume: str | None = None
+    """Run folder whose latest checkpoint to go on from, with the settings it was started with."""
+    evaluate: str | None = None
+    """Run folder whose latest checkpoint to score on the held-out text; trains nothing."""
+    checkpoint_every: int = 100
+    """Steps between checkpoints (one more at the end)."""
+    profile: bool = False
+    """Record steps 3 to 8 with jax.profiler into the run folder."""
+    compile_cache: str = "auto"
+    """Folder that keeps compiled programs between runs; "auto": in the user's cache folder, "none": keep nothing."""
+    prompt: str = "def "
+    """Text that the sample at the end continues."""
+    sample_bytes: int = 160
+    """Length of the sample; 0: none."""
+    temperature: float = 0.7
+    """Of the sample; 0: always the likeliest byte."""
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "stop_after", "batch", "micro_batches", "heldout_rows", "checkpoint_every"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"--{name.replace('_', '-')} is {value}; it must be at least 1.")
+        if self.context < 2:
+            raise ValueError(f"--context is {self.context}; it must be at least 2: a token and its target.")
+        if self.minutes is not None and not self.minutes > 0:
+            raise ValueError(f"--minutes is {self.minutes}; it must be positive.")
+        if self.sample_bytes < 0 or self.temperature < 0:
+            raise ValueError(
+                f"--sample-bytes is {self.sample_bytes}, --temperature {self.temperature}; neither may be negative."
+            )
+        if self.sample_bytes and not self.prompt:
+            raise ValueError("--prompt is empty; give at least one character, or --sample-bytes 0 for no sample.")
+        if self.resume and self.evaluate:
+            raise ValueError("--resume and --evaluate exclude each other: train on, or score.")
+        last = min(self.total_steps, self.stop_after or self.total_steps)
+        if self.profile and not self.resume and last < PROFILED_STEPS[0]:
+            raise ValueError(f"--profile records from step {PROFILED_STEPS[0]} on, but the run ends at step {last}.")
+        _ = self.optimizer  # raises for a bad rate or decay now, not after the text is read
+
+    @property
+    def optimizer(self) -> OptimizerConfig:
+        return OptimizerConfig(
+            learning_rate=self.learning_rate, total_steps=self.total_steps, weight_decay=self.weight_decay
+        )
+
+    @property
+    def total_steps(self) -> int:
+        return DEFAULT_STEPS if self.steps is None else self.steps
+
+    @property
+    def time_limit(self) -> float | None:
+        """Minutes."""
+        return DEFAULT_MINUTES if self.steps is None and self.minutes is None else self.minutes
+
+    @property
+    def tokens_per_step(self) -> int:
+        return self.batch * self.micro_batches * self.context
+
+    def to_dict(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+
+def model_config(config: PretrainConfig, vocab_size: int) -> ModelConfig:
+    """The model that `config` asks for. ValueError when its vocabulary is smaller than the tokenizer's."""
+    if config.preset.endswith(".json"):
+        try:
+            model = ModelConfig.from_dict(json.loads(pathlib.Path(config.preset).read_text()))
+        except FileNotFoundError:
+            raise ValueError(f"--preset names the file {config.preset!r}, which does not exist.") from None
+        except (json.JSONDecodeError, TypeError) as error:
+            raise ValueError(f"--preset {config.preset!r} holds no ModelConfig: {error}") from None
+    else:
+        model = presets.get(config.preset)
+    if config.balance is not None:
+        model = model.replace(moe={"balance": config.balance})
+    if model.vocab_size < vocab_size:
+        raise ValueError(f"the model's vocab_size is {model.vocab_size}; the byte tokenizer needs {vocab_size}.")
+    return model
+
+
+def new_run_folder(config: PretrainConfig) -> pathlib.Path:
+    """Make <out>/<time>-<preset>, never one that exists."""
+    name = f"{time.strftime('%Y%m%d-%H%M%S')}-{pathlib.Path(config.preset).stem}"
+    for number in range(1, 1000):
+        folder = pathlib.Path(config.out) / (name if number == 1 else f"{name}-{number}")
+        try:
+            folder.mkdir(parents=True)
+        except FileExistsError:
+            continue
+        return folder
+    raise ValueError(f"{config.out} holds 999 runs called {name}; give another --out.")
+
+
+def write_run(folder: pathlib.Path, config: PretrainConfig, model: ModelConfig, manifest: dict) -> None:
+    """config.json: what reproduces the run."""
+    versions = {"moejax": __version__, "jax": jax.__version__, "python": platform.python_version()}
+    device = jax.devices()[0]
+    record = {"config": config.to_dict(), "model": model.to_dict(), "corpus": manifest, "versions": versions}
+    write_json(folder / "config.json", record | {"device": f"{device.platform} {device.device_kind}"})
+
+
+def load_run(folder: str) -> tuple[PretrainConfig, ModelConfig]:
+    """-> (the settings a run was started with, its model)."""
+    path = pathlib.Path(folder) / "config.json"
+    if not path.is_file():
+        raise ValueError(f"{folder!r} is no run folder: it has no config.json (runs lie in runs/, or in --out).")
+    record = json.loads(path.read_text())
+    return PretrainConfig(**record["config"]), ModelConfig.from_dict(record["model"])
+
+
+def check_same_run(saved: PretrainConfig, given: PretrainConfig) -> None:
+    """ValueError naming every setting that a resumed run, or its evaluation, may not change, with both values."""
+    free = FREE_ON_EVALUATE if given.evaluate else FREE_ON_RESUME
+    before, now = saved.to_dict(), given.to_dict()
+    changed = [
+        f"--{name.replace('_', '-')}: the run has {before[name]!r}, given is {now[name]!r}"
+        for name in before
+        if name not in free and before[name] != now[name]
+    ]
+    if changed:
+        raise ValueError("a run keeps the settings it was started with.\n  " + "\n  ".join(changed))
+
+
+def configure_compile_cache(setting: str) -> pathlib.Path | None:
+    """Let JAX keep compiled programs in the folder `setting` names; -> the folder, None when nothing is kept."""
+    if setting == "none":
+        return None
+    home = pathlib.Path(os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache")
+    folder = home / "moejax" / "jax" if setting == "auto" else pathlib.Path(setting)
+    jax.config.update("jax_compilation_cache_dir", str(folder))
+    return folder
+
+
+def write_json(path: pathlib.Path, record: dict) -> None:
+    """Write a whole file or none."""
+    part = path.with_suffix(".part")
+    part.write_text(json.dumps(record, indent=2) + "\n")
+    part.replace(path)
