@@ -27,6 +27,8 @@ from moejax.train.run_config import (
     write_run,
 )
 
+PROGRAM = "python -m experiments.pretrain"
+
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line; -> the exit status: 0, 1 when training failed, 2 for bad input, 130 when aborted."""
@@ -46,13 +48,13 @@ def main(arguments: list[str] | None = None) -> int:
 
 def parse(arguments: list[str]) -> PretrainConfig:
     """The settings; those of the run itself where --resume or --evaluate names one, refused where they differ."""
-    given = tyro.cli(PretrainConfig, args=arguments)
+    given = tyro.cli(PretrainConfig, args=arguments, prog=PROGRAM)
     run = given.resume or given.evaluate
     if not run:
         return given
     saved, _ = load_run(run)
     saved = dataclasses.replace(saved, minutes=None, stop_after=None, profile=False, resume=None, evaluate=None)
-    given = tyro.cli(PretrainConfig, args=arguments, default=saved)
+    given = tyro.cli(PretrainConfig, args=arguments, default=saved, prog=PROGRAM)
     check_same_run(saved, given)
     return given
 
@@ -89,12 +91,13 @@ def show(summary: dict, folder: pathlib.Path, display: Display) -> None:
     display.note("")
     for line in summary_lines(summary):
         display.note(line)
-    files = ", ".join(["config.json", "metrics.jsonl", "summary.txt", *summary["pictures"]])
+    files = ["config.json", "metrics.jsonl", "summary.txt", *summary["pictures"], "checkpoint/"]
+    files += ["profile/"] if (folder / "profile").is_dir() else []
     display.note("")
-    display.note(f"Files: {folder}/ ({files}, checkpoint/)")
+    display.note(f"Files: {folder}/ ({', '.join(files)})")
     if summary["step"] < summary["steps"]:
-        display.note(f"Go on:  python -m experiments.pretrain --resume {folder}")
-    display.note(f"Score:  python -m experiments.pretrain --evaluate {folder}")
+        display.note(f"Go on:  {PROGRAM} --resume {folder}")
+    display.note(f"Score:  {PROGRAM} --evaluate {folder}")
 
 
 def evaluate(config: PretrainConfig, display: Display) -> int:

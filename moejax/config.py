@@ -55,7 +55,9 @@ class KDAConfig:
     def __post_init__(self) -> None:
         _positive(self, "heads", "key_dim", "value_dim", "value_heads", "conv_width", "gate_rank", "output_gate_rank")
         if self.value_heads is not None and self.value_heads % self.heads:
-            raise ValueError(f"KDAConfig.value_heads is {self.value_heads}; it must be a multiple of heads = {self.heads}.")
+            raise ValueError(
+                f"KDAConfig.value_heads is {self.value_heads}; it must be a multiple of heads = {self.heads}."
+            )
         if self.lower_bound is not None and not MIN_LOWER_BOUND <= self.lower_bound < 0:
             raise ValueError(
                 f"KDAConfig.lower_bound is {self.lower_bound}; it must lie in [{MIN_LOWER_BOUND}, 0), or be None for the unbounded gate."
@@ -186,7 +188,9 @@ class ModelConfig:
             _one_of(self, "dtype", DTYPES)
         self._check_pattern()
         if not 0 <= self.dense_layers <= self.layers:
-            raise ValueError(f"ModelConfig.dense_layers is {self.dense_layers}; it must lie in [0, layers = {self.layers}].")
+            raise ValueError(
+                f"ModelConfig.dense_layers is {self.dense_layers}; it must lie in [0, layers = {self.layers}]."
+            )
         for name in ("gate_cap", "up_cap", "norm_eps", "initializer_range"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"ModelConfig.{name} is {getattr(self, name)}; it must be positive.")
@@ -197,7 +201,9 @@ class ModelConfig:
 
     def _check_pattern(self) -> None:
         if not self.pattern or set(self.pattern) - set("KM"):
-            raise ValueError(f"ModelConfig.pattern is {self.pattern!r}; it must be made of the letters K (KDA) and M (MLA).")
+            raise ValueError(
+                f"ModelConfig.pattern is {self.pattern!r}; it must be made of the letters K (KDA) and M (MLA)."
+            )
         if self.layers % len(self.pattern):
             raise ValueError(
                 f"ModelConfig.pattern {self.pattern!r} has {len(self.pattern)} letters and does not fill layers = {self.layers}; "
@@ -230,5 +236,7 @@ class ModelConfig:
         parts = {"kda": KDAConfig, "mla": MLAConfig, "moe": MoEConfig}
         known = {field.name for field in dataclasses.fields(cls)}
         if unknown := set(values) - known:
-            raise ValueError(f"unknown ModelConfig fields: {', '.join(sorted(unknown))}; known: {', '.join(sorted(known))}.")
+            raise ValueError(
+                f"unknown ModelConfig fields: {', '.join(sorted(unknown))}; known: {', '.join(sorted(known))}."
+            )
         return cls(**{key: parts[key](**value) if key in parts else value for key, value in values.items()})

@@ -13,7 +13,7 @@ def _tiny() -> ModelConfig:
         hidden=128,
         layers=8,
         dense_width=384,
-        residual_block=2,
+        residual_block=4,
         remat="none",
         kda=KDAConfig(heads=4, key_dim=32, value_dim=32),
         mla=MLAConfig(heads=4, nope_dim=32, rope_dim=16, value_dim=32, q_latent=96, kv_latent=64),

@@ -6,6 +6,9 @@ import pathlib
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
     os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+if "xla_backend_optimization_level" not in os.environ["XLA_FLAGS"]:
+    # Tests compile far more than they compute: without LLVM's optimiser a train step compiles in less than half the time.
+    os.environ["XLA_FLAGS"] += " --xla_backend_optimization_level=0"
 
 import numpy as np
 import pytest
@@ -31,3 +34,38 @@ def x64():
 
     with jax.enable_x64(True):
         yield
+
+
+@pytest.fixture(scope="session")
+def toy():
+    """Every part of the model with the fewest channels and the fewest layers to compile: KDA, MLA, KDA in blocks of 2."""
+    from moejax import KDAConfig, MLAConfig, ModelConfig, MoEConfig
+
+    return ModelConfig(
+        vocab_size=64,
+        hidden=24,
+        layers=3,
+        pattern="KMK",
+        dense_width=40,
+        residual_block=2,
+        remat="none",
+        kda=KDAConfig(heads=2, key_dim=8, value_dim=12, value_heads=4),
+        mla=MLAConfig(heads=2, nope_dim=8, rope_dim=4, value_dim=12, q_latent=16, kv_latent=16),
+        moe=MoEConfig(experts=6, experts_per_token=2, expert_width=16, latent=20, shared_width=16),
+    )
+
+
+def seeded(tree, key, scale=0.3):
+    """`tree` plus noise, so that zero-initialised queries and equal norms do not hide mistakes."""
+    import jax
+
+    leaves, treedef = jax.tree.flatten(tree)
+    keys = jax.random.split(key, len(leaves))
+    noisy = [leaf + scale * jax.random.normal(k, leaf.shape, leaf.dtype) for leaf, k in zip(leaves, keys, strict=True)]
+    return jax.tree.unflatten(treedef, noisy)
+
+
+@pytest.fixture(scope="session")
+def noisy():
+    """seeded(tree, key, scale): a copy with noise on every leaf."""
+    return seeded

@@ -25,8 +25,8 @@ def grouped_matmul(x, w, group_sizes, *, implementation=None):
       implementation: "reference" (loop over all groups), "xla" (loop over blocks of rows), or None for "xla".
 
     Returns:
-      [N,M] in x's dtype, accumulated in float32 (float64 for float64 inputs). Rows past the sum of group_sizes give 0, get
-      gradient 0 and are never read. The gradient of an empty group's matrix is exactly 0.
+      [N,M] in x's dtype, accumulated in float32 (float64 for float64 inputs). Rows past the sum of group_sizes give
+      0, get gradient 0 and are never read. The gradient of an empty group's matrix is exactly 0.
 
     Raises:
       ValueError: ranks, shapes or dtypes that do not fit, or an implementation that does not exist here.
@@ -36,10 +36,12 @@ def grouped_matmul(x, w, group_sizes, *, implementation=None):
     require_rank(1, "[E]", group_sizes=group_sizes)
     require_float(x=x, w=w)
     if x.dtype != w.dtype:
-        raise ValueError(f"x is {x.dtype} and w is {w.dtype}: cast one of them, the product is computed in a single dtype.")
+        raise ValueError(
+            f"x is {x.dtype} and w is {w.dtype}: cast one of them, the product is computed in a single dtype."
+        )
     if x.shape[1] != w.shape[1] or group_sizes.shape[0] != w.shape[0] or 0 in x.shape or 0 in w.shape:
         raise ValueError(
-            f"x {x.shape}, w {w.shape} and group_sizes {group_sizes.shape} must be [N,K], [E,K,M] and [E] with no empty axis."
+            f"x {x.shape}, w {w.shape} and group_sizes {group_sizes.shape} must be [N,K], [E,K,M], [E], no axis empty."
         )
     if group_sizes.dtype != jnp.int32:
         raise ValueError(f"group_sizes has dtype {group_sizes.dtype}; it must be int32.")

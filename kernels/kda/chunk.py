@@ -175,23 +175,41 @@ def walk_back(prepared: Prepared, d_o, d_state, d_table, d_final, rows: Rows | N
 
 
 def _pair_parts(p: Prepared, g, d_reads, d_overlaps):
-    """Through the scores: gradients of q, of k as a row and of k as a column [lead,C,K], from strictly lower gradients."""
+    """Through the scores: gradients of q, of k (as row and as column) and of g [lead,C,K], from strictly lower gradients.
+
+    The gradient of g is split in two: what is left to sum over the rows >= t of the chunk, and the rest (None with a bound).
+    """
     size, tiles = p.q.shape[-2], p.q.shape[-2] // ROWS
     q, k, decays = _tiled(p.q), _tiled(p.k), p.decays
     strips = jnp.concatenate([_tiled(d_reads), _tiled(d_overlaps)], axis=-2)  # [...,I,2R,C]
     factors = column_factors(decays)  # [...,I,J,R,K]
-    flat = (*factors.shape[:-3], size, factors.shape[-1])
-    columns = (k[..., None, :, :, :] * factors).reshape(flat)
+    columns = (k[..., None, :, :, :] * factors).reshape(*factors.shape[:-3], size, factors.shape[-1])
     rows = jnp.concatenate([q * decays.row, k * decays.row], axis=-2)
     by_row = jnp.matmul(strips, columns, precision=HIGHEST)  # [...,I,2R,K]
     grad_q, grad_row = by_row[..., :ROWS, :] * decays.row, by_row[..., ROWS:, :] * decays.row
     by_column = jnp.matmul(_transposed(strips), rows, precision=HIGHEST)  # [...,I,C,K]
-    grad_column = jnp.sum(by_column.reshape(factors.shape) * factors, axis=-4)
-    if decays.own is None:
-        take = lambda x: jnp.stack([_tiled(x)[..., i, :, i * ROWS : (i + 1) * ROWS] for i in range(tiles)], axis=-3)
-        more = pair_gradients(q, k, jnp.exp(_tiled(g)), take(d_reads), take(d_overlaps))
-        grad_q, grad_row, grad_column = (x + y for x, y in zip((grad_q, grad_row, grad_column), more, strict=True))
-    return _untiled(grad_q), _untiled(grad_row), _untiled(grad_column)
+    by_column = by_column.reshape(factors.shape) * factors
+    grad_column = jnp.sum(by_column, axis=-4)
+    if decays.own is not None:
+        later = q * grad_q + k * (grad_row - grad_column)
+        return _untiled(grad_q), _untiled(grad_row + grad_column), _untiled(later), None
+    own = lambda x: jnp.stack([_tiled(x)[..., i, :, i * ROWS : (i + 1) * ROWS] for i in range(tiles)], axis=-3)
+    own_q, own_row, own_column, d_g = pair_gradients(q, k, jnp.exp(_tiled(g)), own(d_reads), own(d_overlaps))
+    across = jnp.sum(k[..., None, :, :, :] * by_column, axis=-2)  # [...,I,J,K] pairs of tiles
+    d_g = d_g + running_sum(q * grad_q + k * grad_row, reverse=True) + _exclusive_sum(k * grad_column)
+    d_g = d_g + _over(across)[..., None, :]
+    return _untiled(grad_q + own_q), _untiled(grad_row + grad_column + own_row + own_column), None, _untiled(d_g)
+
+
+def _exclusive_sum(x):
+    return jnp.pad(running_sum(x)[..., :-1, :], [(0, 0)] * (x.ndim - 2) + [(1, 0), (0, 0)])
+
+
+def _over(across):
+    """For each tile the sum over pairs of tiles (I,J) with the tile between them: [...,I,J,K] -> [...,I,K]."""
+    tile = np.arange(across.shape[-2])
+    between = (tile[None, :, None] > tile[:, None, None]) & (tile[None, None, :] < tile[:, None, None])
+    return jnp.sum(jnp.where(between[..., None], across[..., None, :, :, :], 0), axis=(-3, -2))
 
 
 def _gate_gradient(later, earlier, whole):
@@ -202,11 +220,10 @@ def _gate_gradient(later, earlier, whole):
     later, earlier = _tiled(later), _tiled(earlier)
     tiles = later.shape[-3]
     lower = jnp.asarray(_lower(tiles, True), later.dtype)[:, :, None]
-    back, forth = running_sum(later, reverse=True), running_sum(earlier)
+    back = running_sum(later, reverse=True)
     after = jnp.sum(jnp.swapaxes(lower, 0, 1) * back[..., None, :, 0, :], axis=-2)  # [...,I,K] tiles after I
-    before = jnp.sum(lower * forth[..., None, :, -1, :], axis=-2)
-    forth = jnp.pad(forth[..., :-1, :], [(0, 0)] * (forth.ndim - 2) + [(1, 0), (0, 0)])
-    return _untiled(back + forth + (after + before + whole[..., None, :])[..., None, :])
+    before = jnp.sum(lower * jnp.sum(earlier, axis=-2)[..., None, :, :], axis=-2)
+    return _untiled(back + _exclusive_sum(earlier) + (after + before + whole[..., None, :])[..., None, :])
 
 
 def gradients(prepared: Prepared, g, masks: Masks | None, d_o, states, y, d_ends, d_y, *, scale, precision):
@@ -224,18 +241,20 @@ def gradients(prepared: Prepared, g, masks: Masks | None, d_o, states, y, d_ends
     n_overlaps = jnp.where(pairs, on_pairs[..., size:, :], 0)
     d_beta = jnp.sum(p.reads * n_reads + p.overlaps * n_overlaps, axis=-2) + jnp.sum(p.k_leave * on_leave, axis=-1)
 
-    across = _transposed(p.beta)
-    grad_q, grad_row, grad_column = _pair_parts(p, g, jnp.where(pairs, n_reads * across, 0), n_overlaps * across)
+    scaled = _transposed(p.beta)
+    grad_q, grad_k, later, d_g = _pair_parts(p, g, jnp.where(pairs, n_reads * scaled, 0), n_overlaps * scaled)
     enter, leave = _untiled(p.decays.enter), _untiled(p.decays.leave)
     if masks is not None:
         enter, leave = jnp.where(masks.enter, enter, 0), jnp.where(masks.leave, leave, 0)
-    grad_q = grad_q + on_state[..., :size, :] * enter
-    grad_row = grad_row + on_state[..., size:, :] * enter
+    state_q, state_row = on_state[..., :size, :] * enter, on_state[..., size:, :] * enter
     grad_leave = p.beta * on_leave
-    ends = p.whole * jnp.sum(states * d_ends, axis=-1)
-    d_g = _gate_gradient(p.q * grad_q + p.k * (grad_row - grad_column), p.k_leave * grad_leave, ends)
+    from_state = p.q * state_q + p.k * state_row
+    later = from_state if later is None else from_state + later
+    from_ends = p.whole * jnp.sum(states * d_ends, axis=-1)
+    on_decay = _gate_gradient(later, p.k_leave * grad_leave, from_ends)
+    d_g = on_decay if d_g is None else on_decay + d_g
     # A pair of a token with itself has no decay: it is left out above, where it would only add rounding to d_g.
     own = jnp.sum(d_o * y, axis=-1, keepdims=True) * p.beta
-    d_q = (grad_q + own * p.k) * scale
-    d_k = grad_row + grad_column + grad_leave * leave + own * p.q
+    d_q = (grad_q + state_q + own * p.k) * scale
+    d_k = grad_k + state_row + grad_leave * leave + own * p.q
     return d_q, d_k, d_v, d_g, d_beta

@@ -8,6 +8,7 @@ import numpy as np
 from flax import linen as nn
 
 from ..config import ModelConfig
+from ..kernels.common import check_segment_order
 from .block import RMSNorm
 from .depth_attention import AttentionResidual
 from .stack import LayerStack
@@ -88,6 +89,8 @@ def check_tokens(tokens: jax.Array, segment_ids: jax.Array | None, vocab_size: i
         raise ValueError(
             f"segment_ids is {segment_ids.dtype}{list(segment_ids.shape)}; it must be int32{list(tokens.shape)}, like tokens."
         )
+    if segment_ids is not None and not isinstance(segment_ids, jax.core.Tracer):
+        check_segment_order(np.asarray(segment_ids))
     if not isinstance(tokens, jax.core.Tracer):
         values = np.asarray(tokens)
         if values.min() < 0 or values.max() >= vocab_size:

@@ -57,7 +57,10 @@ class LayerStack(nn.Module):
             self._write(groups[0].name, jax.tree.map(lambda leaf: leaf[None], written))
             return StackOutput(prefix, None, aux)
         run = snapshot_stack(
-            blocks, len(block_starts(self.config)), unroll=not self.config.scan_layers, save_all=self.config.remat == "none"
+            blocks,
+            len(block_starts(self.config)),
+            unroll=not self.config.scan_layers,
+            save_all=self.config.remat == "none",
         )
         prefix, snapshots, aux, written = run(params, states, x, segment_ids)
         for group, values in zip(groups, written, strict=True):

@@ -1,6 +1,9 @@
 """Pure functions of arrays: everything the modules compute. See each function's docstring for shapes and errors."""
 
+from moejax.kernels.grouped_matmul import grouped_matmul
+
 from .activations import situ_glu, swiglu
+from .attention import attention
 from .balance_measures import LoadMetrics, aux_loss, load_metrics
 from .balance_rules import (
     BALANCE_RULES,
@@ -28,8 +31,27 @@ from .depth_attention import (
     depth_attention_merge,
     depth_attention_snapshots,
 )
+from .experts import (
+    LatentMoEOutput,
+    LatentMoEWeights,
+    expert_mlp,
+    gated_mlp,
+    latent_moe,
+    router_logits,
+)
 from .histogram import expert_load
+from .kda import gated_kda, kda, kda_gate, kda_implementation
+from .kda_layer import KDAState, KDAWeights, kda_layer
+from .mla import (
+    MLAWeights,
+    absorbed_latent_attention,
+    gated_mla,
+    latent_attention,
+    mla_output,
+    mla_project,
+)
 from .norms import rms_norm
+from .rotary import positions_from_segments, rotary
 from .routing import Routing, route
 from .short_conv import short_conv
 
@@ -38,8 +60,15 @@ __all__ = [
     "BalanceRule",
     "BalanceStrength",
     "DepthPartial",
+    "KDAState",
+    "KDAWeights",
+    "LatentMoEOutput",
+    "LatentMoEWeights",
     "LoadMetrics",
+    "MLAWeights",
     "Routing",
+    "absorbed_latent_attention",
+    "attention",
     "attention_residual",
     "aux_loss",
     "balance_rule",
@@ -51,13 +80,29 @@ __all__ = [
     "depth_attention_snapshots",
     "ema_bias",
     "expert_load",
+    "expert_mlp",
+    "gated_kda",
+    "gated_mla",
+    "gated_mlp",
+    "grouped_matmul",
+    "kda",
+    "kda_gate",
+    "kda_implementation",
+    "kda_layer",
+    "latent_attention",
+    "latent_moe",
     "load_metrics",
     "load_quantile_bias",
     "margin_histogram",
     "median_band_bias",
+    "mla_output",
+    "mla_project",
+    "positions_from_segments",
     "quantile_bias",
     "rms_norm",
+    "rotary",
     "route",
+    "router_logits",
     "router_statistics",
     "short_conv",
     "sign_bias",

@@ -28,7 +28,7 @@ def situ_glu(gate: Array, up: Array, *, gate_cap: float = 4.0, up_cap: float = 2
     dtype = _check(gate, up)
     for name, cap in (("gate_cap", gate_cap), ("up_cap", up_cap)):
         if not (math.isfinite(cap) and cap > 0):
-            raise ValueError(f"{name} is {cap}; it must be a positive finite number (the published values are 4 and 25).")
+            raise ValueError(f"{name} is {cap}; it must be a positive finite number (published: 4 and 25).")
     g, u = gate.astype(dtype), up.astype(dtype)
     y = gate_cap * jnp.tanh(g / gate_cap) * jax.nn.sigmoid(g) * (up_cap * jnp.tanh(u / up_cap))
     return y.astype(up.dtype)
@@ -48,8 +48,8 @@ def _check(gate: Array, up: Array) -> jnp.dtype:
     require_float(gate=gate, up=up)
     if gate.shape != up.shape or gate.dtype != up.dtype:
         raise ValueError(
-            f"gate is {gate.dtype}{list(gate.shape)} and up is {up.dtype}{list(up.shape)}; they must have one shape and "
-            "one dtype (split or cast the projection first)."
+            f"gate is {gate.dtype}{list(gate.shape)} and up is {up.dtype}{list(up.shape)}; they must have one shape "
+            "and one dtype (split or cast the projection first)."
         )
     if 0 in gate.shape:
         raise ValueError(f"gate has shape {gate.shape}; no axis may be empty.")

@@ -1,6 +1,8 @@
 """Blockwise softmax attention with its own gradient; memory grows linearly with length.
 
-Shapes: B batch, T queries, S keys, H query heads, J key and value heads (J divides H), K query/key width, V value width.
+Shapes: B batch, T queries, S keys, H query heads, J key and value heads (J divides H), K query and key width, V value
+width.
+
 Both passes walk pairs of (query block, key block) and keep only running statistics, so no [T,S] array exists. What is
 saved for the gradient is the output and one log-sum-exp a row, in float32: rounding the output before the gradient uses
 it biases the gradient of the scores (Kimi K3 report section 2.1.2 keeps it in float32 for that reason).
@@ -16,7 +18,7 @@ from jax import lax
 from moejax.kernels.common import accumulation_dtype, require_float, require_rank
 from moejax.kernels.kda.varying import match_varying
 
-DEFAULT_BLOCK = 256  # 512 and 1024 are within 10 % on a CPU, and need 4 and 16 times the memory a pair
+LEAST_BLOCK, MOST_BLOCK = 128, 512
 
 
 class _Layout(NamedTuple):
@@ -44,7 +46,7 @@ class _Bounds(NamedTuple):
     last_query: Any  # [key blocks] one past the last query block that needs a key block
 
 
-def attention(q, k, v, *, scale=None, segment_ids=None, causal=True, block=DEFAULT_BLOCK):
+def attention(q, k, v, *, scale=None, segment_ids=None, causal=True, block=None):
     """Softmax attention, `softmax(scale q k^T + mask) v`, computed in blocks.
 
     Args:
@@ -52,11 +54,12 @@ def attention(q, k, v, *, scale=None, segment_ids=None, causal=True, block=DEFAU
       k: [B,S,J,K] with J dividing H; query head h uses key head h // (H // J).
       v: [B,S,J,V]; V may differ from K.
       scale: factor of the scores; None is K**-0.5.
-      segment_ids: [B,T] int32 (needs S = T), 0 = padding, documents 1, 2, ... never decreasing along T apart from padding.
-        A token attends to its own document only. Padding may stand anywhere: it attends to nothing, its output is 0 and
-        it is never read, in the gradient neither.
+      segment_ids: [B,T] int32 (needs S = T), 0 = padding, documents 1, 2, ... never decreasing along T but for
+        padding. A token attends to its own document only. Padding may stand anywhere: it attends to nothing, its
+        output is 0 and it is never read, in the gradient neither.
       causal: query t attends to keys at or before t + S - T (needs S >= T).
-      block: most rows a block. Lengths up to this take one block without a loop.
+      block: most rows a block; None takes a 16th of the longer side, between 128 and 512. Lengths up to this take
+        one block without a loop.
 
     Returns:
       [B,T,H,V] in v's dtype. Statistics and sums are float32 (float64 for float64 inputs).
@@ -71,11 +74,12 @@ def attention(q, k, v, *, scale=None, segment_ids=None, causal=True, block=DEFAU
     if segment_ids is not None:
         real = (segment_ids > 0)[:, :, None, None]
         q, k, v = (jnp.where(real, x, 0) for x in (q, k, v))
+    block = default_block(max(T, S)) if block is None else block
     (queries, query), (keys, key) = _split(T, block), _split(S, block)
     layout = _Layout(query, key, queries, keys, T, S, causal, float(scale))
     arrays = tuple(x for x in (q, k, v, segment_ids) if x is not None)
     q, k, v = (match_varying(x, *arrays) for x in (q, k, v))
-    out = _attention(q, k, v, segment_ids, layout)
+    out: Any = _attention(q, k, v, segment_ids, layout)
     return out if real is None else jnp.where(real, out, 0)
 
 
@@ -83,18 +87,40 @@ def _check(q, k, v, segment_ids, causal, block):
     require_rank(4, "[B,T,H,K]", q=q, k=k, v=v)
     require_float(q=q, k=k, v=v)
     if 0 in q.shape or 0 in k.shape or 0 in v.shape:
-        raise ValueError(f"q {q.shape}, k {k.shape}, v {v.shape}: every axis must be at least 1; drop empty batches first.")
+        raise ValueError(
+            f"q {q.shape}, k {k.shape}, v {v.shape}: every axis must be at least 1; drop empty batches first."
+        )
     if k.shape[:3] != v.shape[:3] or q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
         raise ValueError(f"q {q.shape}, k {k.shape}, v {v.shape} must be [B,T,H,K], [B,S,J,K], [B,S,J,V].")
     if q.shape[2] % k.shape[2]:
-        raise ValueError(f"{q.shape[2]} query heads over {k.shape[2]} key heads: the key heads must divide the query heads.")
+        raise ValueError(
+            f"{q.shape[2]} query heads over {k.shape[2]} key heads: the key heads must divide the query heads."
+        )
     if causal and k.shape[1] < q.shape[1]:
-        raise ValueError(f"causal attention of {q.shape[1]} queries over {k.shape[1]} keys: keys must be at least as many.")
-    if not isinstance(block, int) or block < 1:
-        raise ValueError(f"block={block!r}: it must be an integer of at least 1.")
+        raise ValueError(
+            f"causal attention of {q.shape[1]} queries over {k.shape[1]} keys: keys must be at least as many."
+        )
+    check_block(block)
     check_segment_ids(segment_ids, q.shape[:2])
     if segment_ids is not None and k.shape[1] != q.shape[1]:
         raise ValueError(f"segment_ids need as many keys as queries, got {k.shape[1]} and {q.shape[1]}.")
+
+
+def default_block(length: int) -> int:
+    """Rows a block for a row of `length` tokens.
+
+    CPU time of value and gradient on 2 cores, 4 heads: 8 rows of 256 tokens take 30, 35 and 60 ms with blocks of 64,
+    128 and 256 rows; one row of 4096 tokens takes 443, 424, 645 and 1001 ms with 128, 256, 512 and 1024. Longer rows
+    take larger blocks because an accelerator runs one step after the other.
+    Command: python experiments/bench/attention_blocks.py
+    """
+    return min(max(-(-length // (16 * LEAST_BLOCK)) * LEAST_BLOCK, LEAST_BLOCK), MOST_BLOCK)
+
+
+def check_block(block):
+    """Raise ValueError unless block is None or an integer of at least 1."""
+    if block is not None and (not isinstance(block, int) or block < 1):
+        raise ValueError(f"block={block!r}: it must be an integer of at least 1, or None.")
 
 
 def check_segment_ids(segment_ids, shape):
@@ -113,7 +139,7 @@ def _split(length: int, block: int) -> tuple[int, int]:
     count = -(-length // block)
     if count == 1:
         return 1, length
-    rows = min(block, -(-(-(-length // count)) // 8) * 8)
+    rows = min(block, (length + 8 * count - 1) // (8 * count) * 8)
     return -(-length // rows), rows
 
 
@@ -141,7 +167,7 @@ def _segment_blocks(segment_ids, count, rows):
     return jnp.moveaxis(padded.reshape(-1, count, rows), 1, 0)
 
 
-def _take(blocks, index):
+def _take(blocks, index) -> Any:
     return None if blocks is None else lax.dynamic_index_in_dim(blocks, index, keepdims=False)
 
 
@@ -165,18 +191,14 @@ def _scores(q, k, mask, layout, dtype):
 
 def _bounds(query_segments, key_segments, layout) -> _Bounds:
     """Pairs of blocks that can hold a visible pair, by position and, in packed rows, by document."""
-    first = jnp.zeros((layout.queries,), jnp.int32)
-    last = jnp.full((layout.keys,), layout.queries, jnp.int32)
     if query_segments is None:
-        return _Bounds(first, last)
+        return _Bounds(jnp.zeros((layout.queries,), jnp.int32), jnp.full((layout.keys,), layout.queries, jnp.int32))
     big = jnp.iinfo(jnp.int32).max
     lowest = lax.cummin(jnp.where(query_segments > 0, query_segments, big).min(-1), axis=0, reverse=True)  # [n,B]
     highest = lax.cummax(key_segments.max(-1), axis=0)
-    search = jax.vmap(partial(jnp.searchsorted, method="scan_unrolled"), in_axes=(1, 1))
-    first = search(highest, lowest).min(0).astype(jnp.int32)
-    search = jax.vmap(partial(jnp.searchsorted, side="right", method="scan_unrolled"), in_axes=(1, 1))
-    last = search(lowest, highest).max(0).astype(jnp.int32)
-    return _Bounds(first, last)
+    before = jnp.sum(highest[:, None] < lowest[None], axis=0, dtype=jnp.int32)  # both rise: blocks of older documents
+    reached = jnp.sum(lowest[:, None] <= highest[None], axis=0, dtype=jnp.int32)
+    return _Bounds(before.min(-1), reached.max(-1))
 
 
 def _key_range(i, bounds, layout):
@@ -246,7 +268,9 @@ def _forward(q, k, v, segment_ids, layout):
         out, lse = (x[None] for x in query_block(0, 0, 1))
     else:
         bounds = _bounds(query_segments, key_segments, layout)
-        out, lse = lax.map(lambda i: query_block(i, *_key_range(i, bounds, layout)), jnp.arange(layout.queries, dtype=jnp.int32))
+        out, lse = lax.map(
+            lambda i: query_block(i, *_key_range(i, bounds, layout)), jnp.arange(layout.queries, dtype=jnp.int32)
+        )
     result = _from_blocks(out, layout.query_length).astype(v.dtype)
     return result, (q, k, v, segment_ids, out, lse)
 
@@ -272,9 +296,7 @@ def _backward(layout, saved, d_out):
 
     def pair(i, j, k_j, v_j, segments_j):
         mask = _mask(i, j, _take(query_segments, i), segments_j, layout)
-        return _pair_gradient(
-            _take(qs, i), k_j, v_j, _take(d_outs, i), _take(lse, i), _take(deltas, i), mask, layout
-        )
+        return _pair_gradient(_take(qs, i), k_j, v_j, _take(d_outs, i), _take(lse, i), _take(deltas, i), mask, layout)
 
     if layout.queries == layout.keys == 1:
         dq, dk, dv = (x[None] for x in pair(0, 0, ks[0], vs[0], _take(key_segments, 0)))

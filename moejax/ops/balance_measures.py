@@ -1,6 +1,7 @@
 """How uneven the experts' load is, as numbers to watch and as a loss.
 
-Shapes: N tokens, E experts, k experts a token. load int32 [E], logits [N,E], experts int32 [N,k], mask [N] bool (False = padding).
+Shapes: N tokens, E experts, k experts a token. load int32 [E], logits [N,E], experts int32 [N,k], mask [N] bool
+(False = padding).
 """
 
 from typing import NamedTuple
@@ -16,8 +17,9 @@ from .histogram import expert_load
 
 
 class LoadMetrics(NamedTuple):
-    """max_violation = max / mean - 1; load_cv = standard deviation / mean; load_cv_floor = sqrt(E / (tokens k)), what a perfectly
-    balanced router shows by sampling alone; dead_experts = how many got no token. float32, float32, float32, int32."""
+    """max_violation = max / mean - 1; load_cv = standard deviation / mean; load_cv_floor = sqrt(E / (tokens k)), what
+    a perfectly balanced router shows by sampling alone; dead_experts = how many got no token. float32, float32,
+    float32, int32."""
 
     max_violation: Array
     load_cv: Array
@@ -26,8 +28,10 @@ class LoadMetrics(NamedTuple):
 
 
 def load_metrics(load: Array, tokens: Array | int, k: int) -> LoadMetrics:
-    """Balance of one layer's load int32 [E] over `tokens` counted tokens that chose k experts each; all 0 (every expert dead)
-    when nothing was counted. MaxVio: Wang et al. 2024 (arXiv 2408.15664); the floor: the binomial spread of a count of mean tokens k / E.
+    """Balance of one layer's load int32 [E] over `tokens` counted tokens that chose k experts each.
+
+    All 0, with every expert dead, when nothing was counted. MaxVio: Wang et al. 2024 (arXiv 2408.15664); the floor is
+    the Poisson spread of a count whose mean is tokens * k / E.
 
     Raises ValueError: load is not [E] integers.
     """
@@ -47,10 +51,12 @@ def load_metrics(load: Array, tokens: Array | int, k: int) -> LoadMetrics:
 
 
 def aux_loss(logits: Array, experts: Array, *, mask: Array | None = None) -> Array:
-    """`E * sum_e f_e P_e`: f_e the share of the choices that went to expert e, P_e the mean softmax probability. 1 when balanced.
+    """`E * sum_e f_e P_e`: f_e the share of the choices that went to expert e, P_e the mean softmax probability.
 
-    The gradient flows through P only. Source: Switch Transformer (arXiv 2101.03961) eq. 4-6, with k choices a token.
-    Args: logits [N,E] float32, bfloat16 or float64; experts int32 [N,k]; mask [N] bool, padding is neither counted nor read.
+    1 when balanced. The gradient flows through P only. Source: Switch Transformer (arXiv 2101.03961) eq. 4-6, with
+    k choices a token.
+    Args: logits [N,E] float32, bfloat16 or float64; experts int32 [N,k]; mask [N] bool, padding is neither counted
+      nor read.
     Returns: scalar float32 (float64 for float64 inputs), 0 when no token counts.
     Raises ValueError: shapes or dtypes that break the rules.
     """

@@ -2,9 +2,9 @@
 
 Shapes: N tokens, E experts, k experts a token. logits and scores [N,E], bias [E], mask [N] bool (False = padding).
 
-    statistics = router_statistics(rule, routing, logits, bias, k, mask=mask)       # in the forward pass, each micro-batch
-    statistics = combine_statistics(statistics, those_of_another_micro_batch)       # add; in shard_map: psum (gather scores, mask)
-    bias = updated_bias(rule, statistics, bias, k, strength)                        # once an optimizer step
+    statistics = router_statistics(rule, routing, logits, bias, k, mask=mask)   # in the forward pass
+    statistics = combine_statistics(statistics, of_another_micro_batch)         # or psum (all_gather scores, mask)
+    bias = updated_bias(rule, statistics, bias, k, strength)                    # once an optimizer step
 
 Every function is pure and carries no gradient; `jax.vmap` gives the leading layer axis [L,...] of a layer scan.
 """
@@ -30,24 +30,27 @@ Statistics = dict[str, Array]
 class BalanceStrength:
     """The rules' strengths: float32 scalars in the train state, so that changing one compiles nothing.
 
-    ema: weight of the old bias in the two quantile rules, in [0, 1). step: of `sign` and `load_quantile`. quantile: of the loads
-    in `load_quantile`. band_step, band_low, band_high: of `median_band`. aux_coefficient: factor on the auxiliary loss.
+    ema: weight of the old bias in the two quantile rules, in [0, 1). step: of `sign` and `load_quantile`. quantile:
+    of the loads in `load_quantile`. band_step, band_low, band_high: of `median_band`. aux_coefficient: factor on the
+    auxiliary loss.
     """
 
-    ema: Array | np.float32 = np.float32(0.0)
-    step: Array | np.float32 = np.float32(1e-3)
-    quantile: Array | np.float32 = np.float32(0.5)
-    band_step: Array | np.float32 = np.float32(0.1)
-    band_low: Array | np.float32 = np.float32(0.8)
-    band_high: Array | np.float32 = np.float32(1.2)
-    aux_coefficient: Array | np.float32 = np.float32(1e-2)
+    ema: balancing.Scalar = np.float32(0.0)
+    step: balancing.Scalar = np.float32(1e-3)
+    quantile: balancing.Scalar = np.float32(0.5)
+    band_step: balancing.Scalar = np.float32(0.1)
+    band_low: balancing.Scalar = np.float32(0.8)
+    band_high: balancing.Scalar = np.float32(1.2)
+    aux_coefficient: balancing.Scalar = np.float32(1e-2)
 
     @classmethod
     def create(cls, **strengths: float) -> "BalanceStrength":
-        """From Python numbers, checked: ValueError for an unknown name, a value out of range, or a band that is upside down."""
+        """From Python numbers. ValueError: an unknown name, a value out of range, a band upside down."""
         unknown = sorted(set(strengths) - set(cls.__dataclass_fields__))
         if unknown:
-            raise ValueError(f"unknown balance strength {', '.join(unknown)}; known: {', '.join(cls.__dataclass_fields__)}.")
+            raise ValueError(
+                f"unknown balance strength {', '.join(unknown)}; known: {', '.join(cls.__dataclass_fields__)}."
+            )
         made = cls(**{name: np.float32(value) for name, value in strengths.items()})
         for name, low, high in (
             ("ema", 0, 1),
@@ -61,13 +64,16 @@ class BalanceStrength:
                 rule = "in [0, 1)" if name == "ema" else "in [0, 1]" if name == "quantile" else "finite and >= 0"
                 raise ValueError(f"{name} is {value}; it must be {rule}.")
         if not 0 <= made.band_low <= made.band_high < np.inf:
-            raise ValueError(f"the band is {made.band_low} to {made.band_high}; it must be 0 <= band_low <= band_high.")
+            raise ValueError(
+                f"the band is {made.band_low:g} to {made.band_high:g}; it must be 0 <= band_low <= band_high."
+            )
         return made
 
 
 @dataclass(frozen=True)
 class BalanceRule:
-    """What a rule needs beside load and tokens, and its new bias before centring. `update` None: the bias is never changed."""
+    """What a rule needs beside load and tokens, and its new bias before centring. `update` None: the bias is never
+    changed."""
 
     statistics: Callable[[Routing, Array, Array, int, Array, int], Statistics]
     update: Callable[[Statistics, Array, int, BalanceStrength], Array] | None
@@ -126,8 +132,8 @@ def router_statistics(
     """What the update needs from these tokens, without gradient; padding is neither counted nor read.
 
     Args: routing: `route(logits, bias, k)`; logits [N,E]; bias [E] used for that choice; mask [N] bool or None.
-    Returns: "load" int32 [E] and "tokens" int32 [], and by rule "histogram" int32 [E,bins] (quantile), "scores" [N,E] with "mask" [N]
-      (quantile_exact), or "probability" float32 [E] (median_band).
+    Returns: "load" int32 [E] and "tokens" int32 [], and by rule "histogram" int32 [E,bins] (quantile), "scores" [N,E]
+      with "mask" [N] (quantile_exact), or "probability" float32 [E] (median_band).
     Raises ValueError: unknown rule, shapes or dtypes that break the rules, k = E for a rule other than none.
     """
     chosen = balance_rule(rule)
@@ -135,7 +141,9 @@ def router_statistics(
     check_top_k(k, experts, balancing=rule != "none")
     check_bias(bias, experts)
     if routing.experts.shape != (logits.shape[0], k):
-        raise ValueError(f"routing.experts has shape {routing.experts.shape}; for these logits and k it must be {(logits.shape[0], k)}.")
+        raise ValueError(
+            f"routing.experts has shape {routing.experts.shape}; with these logits it must be {(logits.shape[0], k)}."
+        )
     mask = balancing.checked_mask(mask, logits.shape[0])
     routing, logits, bias = jax.lax.stop_gradient((routing, logits, bias))
     common = {"load": expert_load(routing.experts, mask, experts), "tokens": mask.sum(dtype=jnp.int32)}
@@ -143,7 +151,7 @@ def router_statistics(
 
 
 def combine_statistics(a: Statistics, b: Statistics) -> Statistics:
-    """Statistics of two sets of tokens that shared one bias, pooled: sums, except that scores and mask are joined along N.
+    """Statistics of two sets of tokens that shared one bias, pooled: sums; scores and mask are joined along N.
 
     Works on stacked statistics [L,...] too. Raises ValueError when the two come from different rules.
     """
@@ -156,8 +164,8 @@ def combine_statistics(a: Statistics, b: Statistics) -> Statistics:
 def updated_bias(rule: str, statistics: Statistics, bias: Array, k: int, strength: BalanceStrength) -> Array:
     """The next selection bias [E], mean 0, from one optimizer step's pooled statistics.
 
-    `none` and `aux_loss` return `bias` as it is, and so does every rule when no token was counted. The two quantile rules are smoothed
-    by `strength.ema`; the others change the old bias by a step.
+    `none` and `aux_loss` return `bias` as it is, and so does every rule when no token was counted. The two quantile
+    rules are smoothed by `strength.ema`; the others change the old bias by a step.
     Raises ValueError: unknown rule, k = E for a rule other than none.
     """
     chosen = balance_rule(rule)
@@ -166,5 +174,9 @@ def updated_bias(rule: str, statistics: Statistics, bias: Array, k: int, strengt
         return bias
     statistics, bias = jax.lax.stop_gradient((statistics, bias))
     new = chosen.update(statistics, bias, k, strength)
-    new = balancing.ema_bias(bias, new, jnp.asarray(strength.ema, bias.dtype)) if chosen.smoothed else balancing.centre(new)
+    new = (
+        balancing.ema_bias(bias, new, jnp.asarray(strength.ema, bias.dtype))
+        if chosen.smoothed
+        else balancing.centre(new)
+    )
     return jnp.where(statistics["tokens"] > 0, new, bias)

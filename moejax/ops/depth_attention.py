@@ -1,4 +1,4 @@
-"""Depth attention (attention residuals): each sub-layer reads a softmax mix of earlier stream values instead of a plain sum.
+"""Depth attention (attention residuals): each sub-layer reads a softmax mix of earlier stream values.
 
 Shapes: S stored snapshots, B batch, T tokens, D width, Q queries of one block. snapshots [S,B,T,D], prefix [B,T,D]
 (the running sum of the open block, one more source), norm_weight and query [D].
@@ -15,21 +15,23 @@ from jax import Array
 
 from moejax.kernels.common import accumulation_dtype, require_float, require_rank
 
-Count = int | Array | None
-Valid = bool | Array | None
+Count = int | np.integer | Array | None
+Valid = bool | np.bool_ | Array | None
 
 
-def attention_residual(sources: Array, norm_weight: Array, query: Array, *, count: Count = None, eps: float = 1e-5) -> Array:
+def attention_residual(
+    sources: Array, norm_weight: Array, query: Array, *, count: Count = None, eps: float = 1e-5
+) -> Array:
     """Softmax mix of the first `count` sources, token by token.
 
-    `logit_s = sum_d rms_normalised(source_s)_d * norm_weight_d * query_d` (no 1/sqrt(D)), softmax over the sources, mix of
-    the raw sources. Logits, softmax and sums are float32 (float64 for float64 inputs).
+    `logit_s = sum_d rms_normalised(source_s)_d * norm_weight_d * query_d` (no 1/sqrt(D)), softmax over the sources,
+    mix of the raw sources. Logits, softmax and sums are float32 (float64 for float64 inputs).
 
     Args:
       sources: [S,B,T,D] float32, bfloat16 or float64.
       norm_weight, query: [D]. eps: added to the mean square of a source.
-      count: how many sources are valid, 1 <= count <= S, a number or a traced int32; None = all. The rest is never read.
-    Returns: [B,T,D] in `sources.dtype`; one valid source is returned bit for bit.
+      count: how many sources are valid, 1 <= count <= S, a number or a traced int32; None = all. Others are not read.
+    Returns: [B,T,D] in `sources.dtype`; one valid source is returned exactly (-0.0 as 0.0).
     Raises ValueError: a shape, dtype, count or eps that breaks the rules above.
     """
     return _checked_mix(sources, None, norm_weight, query, count, False, eps)
@@ -50,15 +52,18 @@ def depth_attention(
     Args:
       snapshots: [S,B,T,D], S >= 0; prefix: [B,T,D] of the same dtype; norm_weight, query: [D].
       count: valid snapshots, 0 <= count <= S, a number or a traced int32; None = all. The rest is never read.
-      prefix_valid: whether the prefix is a source, a bool or a traced bool; None = yes. Without any source the result is NaN.
-    Returns: [B,T,D] in `prefix.dtype`; one valid source is returned bit for bit.
+      prefix_valid: whether the prefix is a source, a bool or a traced bool; None = yes. No source at all: NaN.
+    Returns: [B,T,D] in `prefix.dtype`; one valid source is returned exactly (-0.0 as 0.0).
     Raises ValueError: as `attention_residual`; also a static count of 0 together with prefix_valid=False.
     """
-    return _checked_mix(snapshots, prefix, norm_weight, query, count, True if prefix_valid is None else prefix_valid, eps)
+    return _checked_mix(
+        snapshots, prefix, norm_weight, query, count, True if prefix_valid is None else prefix_valid, eps
+    )
 
 
 class DepthPartial(NamedTuple):
-    """The snapshots' share of a softmax mix: o = sum e^(logit - m) v [Q,B,T,D], m = largest logit, l = sum e^(logit - m) [Q,B,T]."""
+    """The snapshots' share of a softmax mix: m [Q,B,T] the largest logit, o [Q,B,T,D] the sum of e^(logit - m) v and
+    l [Q,B,T] the sum of e^(logit - m)."""
 
     o: Array
     m: Array
@@ -90,10 +95,10 @@ def depth_attention_snapshots(
 def depth_attention_merge(
     snapshots_share: DepthPartial, prefix: Array | None, norm_weight: Array, query: Array, *, eps: float = 1e-5
 ) -> Array:
-    """Phase two: one query's share (o [B,T,D], m and l [B,T]) joined with the running prefix [B,T,D] by the shared maximum.
+    """Phase two: one query's share (o [B,T,D], m and l [B,T]) joined with the running prefix [B,T,D].
 
-    Args: prefix: None where it is no source (the first sub-layer of a block; needs count >= 1 in phase one); norm_weight,
-      query: [D], the rows that made the share.
+    Args: prefix: None where it is no source (the first sub-layer of a block; needs count >= 1 in phase one);
+      norm_weight, query: [D], the rows that made the share.
     Returns: [B,T,D] in `prefix.dtype`, or the share's dtype without a prefix.
     Raises ValueError: as `attention_residual`.
     """
@@ -103,7 +108,9 @@ def depth_attention_merge(
         return o / l[..., None]
     _check(prefix[None], None, norm_weight, query, eps)
     if prefix.shape != o.shape:
-        raise ValueError(f"prefix has shape {prefix.shape} and the snapshots' share {o.shape}; both must be [B,T,D] of one query.")
+        raise ValueError(
+            f"prefix has shape {prefix.shape} and the snapshots' share {o.shape}; both must be [B,T,D] of one query."
+        )
     p = prefix.astype(o.dtype)
     folded = norm_weight.astype(o.dtype) * query.astype(o.dtype)
     logit = jnp.sum(p * folded, axis=-1) * _rsqrt_mean_square(p, eps)
@@ -119,7 +126,9 @@ def _checked_mix(snapshots, prefix, norm_weight, query, count, prefix_valid, eps
         raise ValueError(f"count is {count}; it must be between 0 and the {sources} stored sources.")
     no_prefix = isinstance(prefix_valid, bool | np.bool_) and not prefix_valid
     if no_prefix and (sources == 0 or (isinstance(count, int | np.integer) and count == 0)):
-        raise ValueError("there is no source to mix: count is 0 and there is no prefix; give at least one valid source.")
+        raise ValueError(
+            "there is no source to mix: count is 0 and there is no prefix; give at least one valid source."
+        )
     valid = _valid(count, sources)
     if prefix is not None:
         valid = jnp.concatenate([valid, jnp.asarray(prefix_valid, bool).reshape(1)])
@@ -134,8 +143,8 @@ def _rsqrt_mean_square(v: Array, eps: float) -> Array:
     return jax.lax.rsqrt(jnp.mean(v * v, axis=-1) + eps)
 
 
-# A VJP of its own: autodiff would keep the float32 copy of every source and its normalised form (3 x [S,B,T,D] float32) for the
-# backward pass; this one keeps the arguments only and recomputes two numbers a source and token.
+# A VJP of its own: autodiff would keep the float32 copy of every source and its normalised form (3 x [S,B,T,D]
+# float32) for the backward pass; this one keeps the arguments only and recomputes two numbers a source and token.
 @partial(jax.custom_vjp, nondiff_argnums=(5,))
 def _mix(snapshots, prefix, norm_weight, query, valid, eps):
     return _mix_forward(snapshots, prefix, norm_weight, query, valid, eps)[0]
@@ -145,12 +154,9 @@ def _mix_forward(snapshots, prefix, norm_weight, query, valid, eps):
     parts = _parts(snapshots, prefix, valid)
     folded = _folded(norm_weight, query, parts[0][0].dtype)
     shares = _shares([_logits(v, folded, eps) for v, _ in parts], valid)
-    # Starts from -0.0, the neutral element of addition, and adds -0.0 for what is masked: one source keeps its bits, signs included.
-    total = None
-    for share, (v, ok) in zip(shares, parts, strict=True):
-        term = jnp.where(ok[:, None, None, None], share[..., None] * v, -0.0)
-        term = jax.lax.reduce(term, np.array(-0.0, term.dtype), jax.lax.add, (0,))
-        total = term if total is None else total + term
+    # A masked source is 0 here, and a single one has share 1 exactly: 1 * v + 0 = v.
+    sums = [jnp.sum(share[..., None] * v, axis=0) for share, (v, _) in zip(shares, parts, strict=True)]
+    total = sums[0] if prefix is None else sums[0] + sums[1]
     out = total.astype(snapshots.dtype)
     return out, (snapshots, prefix, norm_weight, query, valid)
 
@@ -184,7 +190,7 @@ _mix.defvjp(_mix_forward, _mix_backward)
 
 
 def _parts(snapshots: Array, prefix: Array | None, valid: Array) -> list[tuple[Array, Array]]:
-    """The sources as one or two arrays [S,B,T,D] with their validity [S], selected before anything is computed from them."""
+    """The sources as one or two arrays [S,B,T,D] with their validity [S], selected before anything else."""
     parts = [(snapshots, valid[: snapshots.shape[0]])]
     if prefix is not None:
         parts.append((prefix[None], valid[-1:]))
@@ -220,7 +226,8 @@ def _check(snapshots, prefix, norm_weight, query, eps, rank: int = 1) -> None:
         )
     if norm_weight.shape != query.shape or query.shape[-1] != snapshots.shape[-1]:
         raise ValueError(
-            f"norm_weight has shape {norm_weight.shape} and query {query.shape}; both must end in D = {snapshots.shape[-1]}."
+            f"norm_weight has shape {norm_weight.shape} and query {query.shape}; both must end in D = "
+            f"{snapshots.shape[-1]}."
         )
     if not eps > 0:
         raise ValueError(f"eps is {eps}; it must be > 0 (an all-zero source would divide by 0).")

@@ -19,18 +19,20 @@ from moejax.ops.norms import rms_norm
 from moejax.ops.routing import Routing, route
 
 
-def expert_mlp(x, experts, weights, w_gate, w_up, w_down, *, activation=situ_glu, mask=None, implementation=None):
+def expert_mlp(
+    x, experts, weights, w_gate, w_up, w_down, *, activation=situ_glu, mask=None, implementation=None
+) -> jax.Array:
     """Weighted sum over each token's experts of `activation(x w_gate[e], x w_up[e]) w_down[e]`.
 
-    Every distribution is exact: no token is dropped when all choose one expert, and an expert without tokens gets gradient
-    0. Each expert's output is rounded to x's dtype, then weighted and summed over k in float32, then rounded.
+    Every distribution is exact: no token is dropped when all choose one expert, and an expert without tokens gets
+    gradient 0. Each expert's output is rounded to x's dtype, then weighted and summed over k in float32, then rounded.
 
     Args:
       x: [N,L].
       experts: [N,k] int32 in 0..E-1; weights: [N,k] float32, their factors.
       w_gate, w_up: [E,L,F]; w_down: [E,F,L]; in x's dtype.
-      activation: a function of (gate, up), both [rows,F], that works on each row by itself. It must not close over traced
-        arrays (it is a static argument of the gradient rule).
+      activation: a function of (gate, up), both [rows,F], that works on each row by itself. It must not close over
+        traced arrays (it is a static argument of the gradient rule).
       mask: [N] bool or None; False tokens (padding) are not routed, never read and give 0.
       implementation: "reference" (every expert on every token), "xla" (sorted blocks), or None for "xla".
 
@@ -43,8 +45,10 @@ def expert_mlp(x, experts, weights, w_gate, w_up, w_down, *, activation=situ_glu
     _check(x, experts, weights, w_gate, w_up, w_down, mask)
     require_implementation(implementation)
     arrays = [a for a in (x, experts, weights, w_gate, w_up, w_down, mask) if a is not None]
-    varying = [match_varying(a, *arrays) for a in arrays]  # inside shard_map: gradients of what is replicated get summed
-    run = _reference if implementation == "reference" else _blocked
+    varying = [
+        match_varying(a, *arrays) for a in arrays
+    ]  # inside shard_map: gradients of what is replicated get summed
+    run: Any = _reference if implementation == "reference" else _blocked
     return run(*varying[:6], None if mask is None else varying[6], activation)
 
 
@@ -57,13 +61,19 @@ def _check(x, experts, weights, w_gate, w_up, w_down, mask):
     if x.shape[1] != L or w_up.shape != (E, L, F) or w_down.shape != (E, F, L) or 0 in (*x.shape, *w_gate.shape):
         raise ValueError(f"{shapes}: they must be [N,L], [E,L,F], [E,L,F], [E,F,L] with no empty axis.")
     if not x.dtype == w_gate.dtype == w_up.dtype == w_down.dtype:
-        raise ValueError(f"x {x.dtype}, w_gate {w_gate.dtype}, w_up {w_up.dtype}, w_down {w_down.dtype}: use one dtype.")
+        raise ValueError(
+            f"x {x.dtype}, w_gate {w_gate.dtype}, w_up {w_up.dtype}, w_down {w_down.dtype}: use one dtype."
+        )
     if experts.shape != weights.shape or experts.shape[0] != x.shape[0] or experts.shape[1] < 1:
-        raise ValueError(f"experts {experts.shape} and weights {weights.shape} must both be [N,k] with N = {x.shape[0]}.")
+        raise ValueError(
+            f"experts {experts.shape} and weights {weights.shape} must both be [N,k] with N = {x.shape[0]}."
+        )
     if experts.dtype != jnp.int32:
         raise ValueError(f"experts has dtype {experts.dtype}; it must be int32.")
     if mask is not None and (mask.shape != x.shape[:1] or mask.dtype != jnp.bool_):
-        raise ValueError(f"mask has shape {mask.shape} and dtype {mask.dtype}; it must be bool of shape [{x.shape[0]}].")
+        raise ValueError(
+            f"mask has shape {mask.shape} and dtype {mask.dtype}; it must be bool of shape [{x.shape[0]}]."
+        )
 
 
 def _reference(x, experts, weights, w_gate, w_up, w_down, mask, activation):
@@ -73,8 +83,8 @@ def _reference(x, experts, weights, w_gate, w_up, w_down, mask, activation):
         x, weights = jnp.where(mask[:, None], x, 0), jnp.where(mask[:, None], weights, 0)
 
     def add(total, expert):
-        index, *matrices = expert
-        y = _mlp(x, *matrices, activation)
+        index, gate, up, down = expert
+        y = _mlp(x, gate, up, down, activation)
         chosen = experts == index
         factor = jnp.sum(jnp.where(chosen, weights.astype(dtype), 0), axis=1, keepdims=True)
         return total + jnp.where(chosen.any(1, keepdims=True), factor * y.astype(dtype), 0), None
@@ -136,7 +146,10 @@ def _blocked_forward(x, experts, weights, w_gate, w_up, w_down, mask, activation
         gate = _product(x_block, blocks.read_group(w_gate, plan, block))
         up = _product(x_block, blocks.read_group(w_up, plan, block))
         out = _product(activation(gate, up), blocks.read_group(w_down, plan, block))
-        write = lambda into, value: blocks.write_rows(into, value, plan, block)  # noqa: E731
+
+        def write(into, value):
+            return blocks.write_rows(into, value, plan, block)
+
         return write(gates, gate), write(ups, up), write(outs, out)
 
     hidden = jnp.zeros((x_rows.shape[0], w_gate.shape[2]), x.dtype)
@@ -152,7 +165,7 @@ def _token_rows(values, rows, plan):
 
 
 def _sum_rows(values, rows, mask, factors):
-    """[A+R,L] of rows -> [N,L]: each token's rows times their factors [N,k], summed in the factors' dtype, 0 where masked.
+    """[A+R,L] of rows -> [N,L]: each token's rows times their factors [N,k], summed in their dtype, 0 where masked.
 
     One gather for each of the k columns: 0.09 ms against 0.28 ms for one gather of [N,k,L] at 2048 tokens, k 4, L 64.
     """
@@ -163,7 +176,7 @@ def _sum_rows(values, rows, mask, factors):
 
 
 def _blocked_backward(activation, saved, dy):
-    x, experts, weights, w_gate, w_up, w_down, mask, rows, gates, ups, outs = saved
+    x, _, weights, w_gate, w_up, w_down, mask, rows, gates, ups, outs = saved
     dtype = accumulation_dtype(x, weights)
     plan = blocks.plan_blocks(rows.sizes, rows.order.shape[0])
     x_rows, dy_rows = _token_rows(x, rows, plan), _token_rows(dy, rows, plan)
@@ -174,7 +187,10 @@ def _blocked_backward(activation, saved, dy):
     def body(block, carry):
         dx, d_gate_w, d_up_w, d_down_w = carry
         own = blocks.own_rows(plan, block)
-        read = lambda values: jnp.where(own, blocks.read_rows(values, plan, block), 0)  # noqa: E731
+
+        def read(values):
+            return jnp.where(own, blocks.read_rows(values, plan, block), 0)
+
         x_block, d_out = read(x_rows), read(d_outs)
         hidden, pull = jax.vjp(activation, read(gates), read(ups))
         d_gate, d_up = pull(_product(d_out, blocks.read_group(w_down, plan, block).T).astype(hidden.dtype))
@@ -232,7 +248,7 @@ def router_logits(x, router):
 
 
 def gated_mlp(x, w_gate, w_up, w_down, *, activation=situ_glu):
-    """Dense `activation(x w_gate, x w_up) w_down`: x [...,D], [D,S], [D,S], [S,D] -> [...,D]; weights cast to x's dtype."""
+    """Dense `activation(x w_gate, x w_up) w_down`: x [...,D], [D,S], [D,S], [S,D] -> [...,D]; casts to x's dtype."""
     return _mlp(x, w_gate.astype(x.dtype), w_up.astype(x.dtype), w_down.astype(x.dtype), activation)
 
 
@@ -278,7 +294,13 @@ def latent_moe(
     latent = flat if weights.down is None else flat @ weights.down.astype(x.dtype)
     matrices = (w.astype(x.dtype) for w in (weights.w_gate, weights.w_up, weights.w_down))
     y = expert_mlp(
-        latent, routing.experts, routing.weights, *matrices, activation=activation, mask=mask, implementation=implementation
+        latent,
+        routing.experts,
+        routing.weights,
+        *matrices,
+        activation=activation,
+        mask=mask,
+        implementation=implementation,
     )
     if weights.norm is not None:
         y = rms_norm(y, weights.norm, eps=eps)
@@ -295,7 +317,9 @@ def _check_layer(x, weights, mask):
     if x.ndim < 2:
         raise ValueError(f"x has shape {x.shape}; it must be [N,D] or [...,D].")
     if mask is not None and (tuple(mask.shape) != x.shape[:-1] or mask.dtype != jnp.bool_):
-        raise ValueError(f"mask has shape {mask.shape} and dtype {mask.dtype}; it must be bool of shape {x.shape[:-1]}.")
+        raise ValueError(
+            f"mask has shape {mask.shape} and dtype {mask.dtype}; it must be bool of shape {x.shape[:-1]}."
+        )
     D, E = x.shape[-1], weights.w_gate.shape[0]
     if tuple(weights.router.shape) != (D, E):
         raise ValueError(f"router has shape {weights.router.shape}; it must be [D,E] = ({D}, {E}).")

@@ -15,11 +15,12 @@ from jax import lax
 
 from moejax.kernels.common import accumulation_dtype, require_float, require_rank
 from moejax.kernels.kda.varying import match_varying
-from moejax.ops.attention import DEFAULT_BLOCK, attention, check_segment_ids
+from moejax.ops.attention import attention, check_block, check_segment_ids
 from moejax.ops.norms import rms_norm
 from moejax.ops.rotary import rotary
 
 LATENT_EPS = 1e-6  # of the two latent norms; every other norm of the model has 1e-5
+CACHE_BLOCK = 1024  # cache entries a decoding step reads at a time: 1 MB of 512 + 64 bfloat16 values
 
 
 class MLAWeights(NamedTuple):
@@ -67,7 +68,10 @@ def gated_mla(x, weights, *, segment_ids=None, scale=None, positions=None, rotar
 def mla_project(x, weights, *, positions=None, rotary_base=10000.0, rotary_scale=1.0):
     """x [B,T,D] -> (q [B,T,H,N+R], normed latent [B,T,C], shared key [B,T,R]); the last two are what a cache holds."""
     _check_layer(x, weights)
-    cast = lambda w: w.astype(x.dtype)  # noqa: E731
+
+    def cast(w):
+        return w.astype(x.dtype)
+
     hidden = x
     if weights.q_down is not None:
         hidden = rms_norm(jnp.einsum("btd,dq->btq", x, cast(weights.q_down)), weights.q_norm, eps=LATENT_EPS)
@@ -77,7 +81,10 @@ def mla_project(x, weights, *, positions=None, rotary_base=10000.0, rotary_scale
     latent = rms_norm(joint[..., :width], weights.kv_norm, eps=LATENT_EPS)
     shared_key = joint[..., width:]
     if positions is not None:
-        turn = lambda y: rotary(y, positions, base=rotary_base, scale=rotary_scale)  # noqa: E731
+
+        def turn(y):
+            return rotary(y, positions, base=rotary_base, scale=rotary_scale)
+
         plain = weights.k_up.shape[2]
         q = jnp.concatenate([q[..., :plain], turn(q[..., plain:])], -1)
         shared_key = turn(shared_key[:, :, None])[:, :, 0]
@@ -95,7 +102,7 @@ def mla_output(heads, x, weights):
     return jnp.einsum("bthv,hvd->btd", heads, weights.out.astype(x.dtype))
 
 
-def latent_attention(q, latent, shared_key, k_up, v_up, *, scale=None, segment_ids=None, block=DEFAULT_BLOCK):
+def latent_attention(q, latent, shared_key, k_up, v_up, *, scale=None, segment_ids=None, block=None):
     """Causal attention in expanded form: keys and values of every head are written out, then attended to in blocks.
 
     Args:
@@ -114,7 +121,9 @@ def latent_attention(q, latent, shared_key, k_up, v_up, *, scale=None, segment_i
     """
     _check_latent(q, latent, shared_key, k_up, v_up)
     if q.shape[1] != latent.shape[1]:
-        raise ValueError(f"{q.shape[1]} queries and {latent.shape[1]} latents: the expanded form needs one latent a query.")
+        raise ValueError(
+            f"{q.shape[1]} queries and {latent.shape[1]} latents: the expanded form needs one latent a query."
+        )
     check_segment_ids(segment_ids, q.shape[:2])
     if segment_ids is not None:  # before the projections, or a NaN would reach the gradient of k_up and v_up
         real = (segment_ids > 0)[:, :, None]
@@ -125,9 +134,7 @@ def latent_attention(q, latent, shared_key, k_up, v_up, *, scale=None, segment_i
     return attention(q, jnp.concatenate([k, shared], -1), v, scale=scale, segment_ids=segment_ids, block=block)
 
 
-def absorbed_latent_attention(
-    q, latent, shared_key, k_up, v_up, *, lengths, valid=None, scale=None, block=DEFAULT_BLOCK
-):
+def absorbed_latent_attention(q, latent, shared_key, k_up, v_up, *, lengths, valid=None, scale=None, block=CACHE_BLOCK):
     """Decode form: queries are mapped into the latent space, so the cache is read as it is, in blocks of entries.
 
     Query t of row b stands at position lengths[b] - T + t and sees the entries at or before it; the new tokens' own
@@ -152,16 +159,21 @@ def absorbed_latent_attention(
     _check_latent(q, latent, shared_key, k_up, v_up)
     batch, cached = latent.shape[:2]
     if tuple(lengths.shape) != (batch,) or not jnp.issubdtype(lengths.dtype, jnp.integer):
-        raise ValueError(f"lengths has shape {lengths.shape} and dtype {lengths.dtype}; it must be integers of shape [{batch}].")
+        raise ValueError(
+            f"lengths has shape {lengths.shape} and dtype {lengths.dtype}; it must be integers of shape [{batch}]."
+        )
     if valid is not None and (tuple(valid.shape) != (batch, cached) or valid.dtype != jnp.bool_):
-        raise ValueError(f"valid has shape {valid.shape} and dtype {valid.dtype}; it must be bool of shape [{batch},{cached}].")
-    if not isinstance(block, int) or block < 1:
-        raise ValueError(f"block={block!r}: it must be an integer of at least 1.")
+        raise ValueError(
+            f"valid has shape {valid.shape} and dtype {valid.dtype}; it must be bool of shape [{batch},{cached}]."
+        )
+    check_block(block)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     dtype = accumulation_dtype(q, latent)
     q_latent = jnp.einsum("bthn,chn->bhtc", q[..., : k_up.shape[2]], k_up, preferred_element_type=dtype)
     q_all = jnp.concatenate([q_latent.astype(latent.dtype), jnp.moveaxis(q[..., k_up.shape[2] :], 1, 2)], -1)
-    summed = _absorbed_sum(q_all, latent, shared_key, lengths.astype(jnp.int32), valid, scale, min(block, cached))
+    summed = _absorbed_sum(
+        q_all, latent, shared_key, lengths.astype(jnp.int32), valid, scale, min(block or CACHE_BLOCK, cached)
+    )
     return jnp.einsum("bhtc,chv->bthv", summed.astype(latent.dtype), v_up)
 
 
@@ -173,7 +185,9 @@ def _absorbed_sum(q, latent, shared_key, lengths, valid, scale, block):
 
     def step(index, carry):
         top, total, acc = carry
-        start = jnp.minimum(index * block, cached - block)  # the last block is a full one: no copy of the cache to pad it
+        start = jnp.minimum(
+            index * block, cached - block
+        )  # the last block is a full one: no copy of the cache to pad it
         at_key = start + jnp.arange(block, dtype=jnp.int32)
         exists = (at_key >= index * block) & (at_key < lengths[:, None])  # [B,block]
         if valid is not None:
@@ -236,4 +250,6 @@ def _check_layer(x, weights):
     for name, shape in expected.items():
         weight = getattr(weights, name)
         if weight is not None and tuple(weight.shape) != shape:
-            raise ValueError(f"{name} has shape {tuple(weight.shape)}; with x {x.shape} and the other weights it must be {shape}.")
+            raise ValueError(
+                f"{name} has shape {tuple(weight.shape)}; with x {x.shape} and the other weights it must be {shape}."
+            )

@@ -14,7 +14,7 @@ def rms_norm(x: Array, weight: Array, *, eps: float) -> Array:
     """`weight * x / sqrt(mean(x**2) + eps)` over the last axis, with the rounding of the published model code.
 
     The statistics and the division are float32 (float64 for float64 inputs); the normalised value is rounded to
-    `x.dtype` and only then multiplied by the weight in `x.dtype`. In bfloat16 the order is visible: it decides the last bit.
+    `x.dtype` and only then multiplied by the weight in `x.dtype`. In bfloat16 the order shows.
     Source: Zhang and Sennrich 2019 (arXiv 1910.07467). Kimi K3 uses eps 1e-5, and 1e-6 in the two latent norms of MLA.
 
     Args:

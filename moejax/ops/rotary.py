@@ -13,8 +13,8 @@ from moejax.ops.attention import check_segment_ids
 def rotary(x, positions, *, base=10000.0, scale=1.0):
     """Rotate the pairs (i, i + R/2) of the last axis by the angle `positions / scale * base ** (-2 i / R)`.
 
-    Su et al. 2021 (arXiv 2104.09864), in the layout that pairs the two halves. `scale` above 1 is position interpolation
-    (Chen et al. 2023, arXiv 2306.15595): a context `scale` times longer is squeezed into the trained range of angles.
+    Su et al. 2021 (arXiv 2104.09864), in the layout that pairs the two halves. `scale` above 1 is position
+    interpolation (Chen et al. 2023, arXiv 2306.15595): a context `scale` times longer keeps the trained angles.
 
     Args:
       x: [B,T,H,R].
@@ -32,7 +32,9 @@ def rotary(x, positions, *, base=10000.0, scale=1.0):
     require_float(x=x)
     width = x.shape[-1]
     if width % 2 or 0 in x.shape:
-        raise ValueError(f"x has shape {x.shape}: the last axis is rotated in pairs and must be even, no axis may be empty.")
+        raise ValueError(
+            f"x has shape {x.shape}: the last axis is rotated in pairs and must be even, no axis may be empty."
+        )
     if tuple(positions.shape) != x.shape[:2]:
         raise ValueError(f"positions has shape {positions.shape}; it must be [B,T] = {x.shape[:2]}.")
     if not base > 0 or not scale > 0:
@@ -46,7 +48,7 @@ def rotary(x, positions, *, base=10000.0, scale=1.0):
 
 
 def positions_from_segments(segment_ids):
-    """[B,T] int32 segment ids (0 = padding) -> [B,T] int32 position inside the document, padding not counted and at 0."""
+    """segment_ids [B,T] int32 (0 = padding) -> [B,T] int32 position inside the document; padding does not count."""
     require_rank(2, "[B,T]", segment_ids=segment_ids)
     check_segment_ids(segment_ids, segment_ids.shape)
     real = segment_ids > 0

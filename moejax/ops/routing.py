@@ -13,7 +13,8 @@ from moejax.kernels.common import accumulation_dtype, require_float, require_ran
 
 
 class Routing(NamedTuple):
-    """experts int32 [N,k], best first; weights [N,k]; scores [N,E]; cutoff [N] = the (k+1)-th biased score, +inf when k = E."""
+    """experts int32 [N,k], best first; weights [N,k]; scores [N,E]; cutoff [N] = the (k+1)-th biased score, +inf when
+    k = E."""
 
     experts: Array
     weights: Array
@@ -24,14 +25,14 @@ class Routing(NamedTuple):
 def route(logits: Array, bias: Array | None, k: int, *, scaling: float = 1.0, renormalize: bool = True) -> Routing:
     """Choose the k experts of largest `sigmoid(logits) + bias` and weigh them by their scores without the bias.
 
-    The bias decides who is chosen and nothing else; choice and cutoff carry no gradient, the weights do, through the chosen scores.
-    Computed in float32 (float64 for float64 inputs). Equal biased scores go to the lower expert index.
-    Source: DeepSeek-V3 (arXiv 2412.19437) section 2.1.2; Kimi K3 report section 2.3, eq. 11-13 (weights over sum + 1e-20).
+    The bias decides who is chosen and nothing else; choice and cutoff carry no gradient, the weights do, through the
+    chosen scores. Computed in float32 (float64 for float64 inputs). Equal biased scores go to the lower expert index.
+    Source: DeepSeek-V3 (arXiv 2412.19437) section 2.1.2; Kimi K3 report section 2.3, eq. 11-13.
 
     Args:
       logits: [N,E]; the router's product must itself be float32, bfloat16 logits only move the rounding elsewhere.
-      bias: [E] float32 or float64, or None for none. bfloat16 is refused: a spread of 0.25 around 7 keeps 9 values of 238.
-      k: experts a token, 1 <= k <= E. scaling: factor on the weights. renormalize: divide the weights by their sum.
+      bias: [E] float32 or float64, or None for none. bfloat16 is refused: of 238 values around 7 it keeps 9.
+      k: experts a token, 1 <= k <= E. scaling: factor on the weights. renormalize: weights / (sum + 1e-20).
     Returns: Routing.
     Raises ValueError: a shape, dtype or k that breaks the rules above.
     """
@@ -45,12 +46,25 @@ def route(logits: Array, bias: Array | None, k: int, *, scaling: float = 1.0, re
     experts, cutoff = select(scores, bias, k)
     weights = jnp.take_along_axis(scores, experts, axis=1, mode="promise_in_bounds")
     if renormalize:
-        weights = weights / (weights.sum(axis=1, keepdims=True) + 1e-20)
+        weights = _share_of_sum(weights)
     return Routing(experts, weights * scaling, scores, cutoff)
 
 
+@jax.custom_jvp
+def _share_of_sum(scores: Array) -> Array:
+    return scores / (scores.sum(axis=1, keepdims=True) + 1e-20)
+
+
+@_share_of_sum.defjvp
+def _share_of_sum_jvp(primals, tangents):
+    # Plain autodiff squares the denominator: 1e-40 underflows, and where all chosen scores are 0 it gives 0 * inf.
+    (scores,), (change,) = primals, tangents
+    shares = _share_of_sum(scores)
+    return shares, (change - shares * change.sum(axis=1, keepdims=True)) / (scores.sum(axis=1, keepdims=True) + 1e-20)
+
+
 def select(scores: Array, bias: Array | None, k: int) -> tuple[Array, Array]:
-    """The k experts [N,k] of largest `scores + bias` and the (k+1)-th biased score [N] (+inf when k = E); no gradient."""
+    """The k experts [N,k] of largest `scores + bias` and the (k+1)-th such sum [N] (+inf when k = E)."""
     tokens, experts = scores.shape
     check_bias(bias, experts)
     biased = jax.lax.stop_gradient(scores if bias is None else scores + bias.astype(scores.dtype))
@@ -64,7 +78,9 @@ def check_top_k(k: int, experts: int, *, balancing: bool = False) -> None:
     if not 1 <= k <= experts:
         raise ValueError(f"k is {k}; each token needs between 1 and all {experts} experts.")
     if balancing and k == experts:
-        raise ValueError(f"k is {k} of {experts} experts: every expert gets every token, nothing to balance. Use the rule 'none'.")
+        raise ValueError(
+            f"k is {k} of {experts} experts: every expert gets every token, nothing to balance. Use the rule 'none'."
+        )
 
 
 def check_bias(bias: Array | None, experts: int) -> None:
@@ -74,4 +90,6 @@ def check_bias(bias: Array | None, experts: int) -> None:
     if bias.shape != (experts,):
         raise ValueError(f"bias has shape {bias.shape}; it must be [E] = [{experts}], one value an expert.")
     if bias.dtype not in (jnp.float32, jnp.float64):
-        raise ValueError(f"bias has dtype {bias.dtype}; the selection bias must be float32 or float64 (bfloat16 moves most tokens).")
+        raise ValueError(
+            f"bias has dtype {bias.dtype}; the selection bias must be float32 or float64 (bfloat16 moves most tokens)."
+        )

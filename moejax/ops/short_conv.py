@@ -15,17 +15,18 @@ def short_conv(
 ) -> tuple[Array, Array]:
     """`silu(sum_j weight[j] * x[t - (W-1) + j])`, causal, restarting at each document, carrying its last inputs.
 
-    Sums are float32 (float64 for float64 inputs). A tap never crosses a document boundary. Padding (segment id 0) takes no
-    tap position and is never read, wherever it stands: a document with padding inside goes on after it.
+    Sums are float32 (float64 for float64 inputs). A tap never crosses a document boundary. Padding (segment id 0)
+    takes no tap position and is never read, wherever it stands: a document with padding inside goes on after it.
     Source: Kimi K3 report section 2.1.1 (kernel 4, no bias, last tap = current token).
 
     Args:
       x: [B,T,C] float32, bfloat16 or float64; T >= 1.
       weight: [W,C], W >= 1; the last tap meets the current token.
-      history: [B,W-1,C], the inputs before the first token, oldest first; continues the first document only. None = zeros.
+      history: [B,W-1,C], the inputs before the first token, oldest first, for the first document only. None = zeros.
       segment_ids: [B,T] integers, 0 = padding, documents 1, 2, ... in order. None = one document without padding.
-    Returns: (y [B,T,C] in `x.dtype`, 0 at padding; the last W-1 inputs [B,W-1,C] of the last document in `x.dtype`, padding
-      not counted, zeros before the start of a document that is not the first; a row of padding returns its history).
+    Returns: (y [B,T,C] in `x.dtype`, 0 at padding; the last W-1 inputs [B,W-1,C] of the last document in `x.dtype`,
+      padding not counted, zeros before the start of a document that is not the first; a row of padding only
+      returns its history).
     Raises ValueError: a shape or dtype that breaks the rules above.
     """
     _check(x, weight, history, segment_ids)
@@ -73,7 +74,7 @@ def _silu_of_taps(taps: list[Array], weight: Array) -> Array:
 
 
 def _compaction(real: Array) -> tuple[Array, Array]:
-    """For each token its place when the real tokens [B,T] go first, and for each place its token: inverse permutations."""
+    """Two inverse permutations [B,T]: each token's place when the real tokens go first, and each place's token."""
     ahead = jnp.cumsum(real, axis=1, dtype=jnp.int32)
     padding = jnp.cumsum(~real, axis=1, dtype=jnp.int32)
     place = jnp.where(real, ahead, ahead[:, -1:] + padding) - 1
@@ -84,7 +85,10 @@ def _compaction(real: Array) -> tuple[Array, Array]:
 
 @jax.custom_vjp
 def _permute(x: Array, index: Array, inverse: Array) -> Array:
-    """Rows of x [B,T,C] in the order `index` [B,T]. Its transpose is the gather by `inverse`, not a scatter (2x on a CPU)."""
+    """Rows of x [B,T,C] in the order `index` [B,T]. The transpose is the gather by `inverse`.
+
+    Autodiff would scatter: forward and backward at [2,2048,512] on 2 CPU cores took 28 ms that way, 16 ms this way.
+    """
     return jnp.take_along_axis(x, index[..., None], axis=1, mode="promise_in_bounds")
 
 
@@ -99,15 +103,19 @@ def _check(x: Array, weight: Array, history: Array | None, segment_ids: Array | 
     require_rank(3, "[B,T,C]", x=x)
     require_rank(2, "[W,C]", weight=weight)
     if 0 in x.shape:
-        raise ValueError(f"x has shape {x.shape}; no axis of [B,T,C] may be empty (skip the call when there are no tokens).")
+        raise ValueError(
+            f"x has shape {x.shape}; no axis of [B,T,C] may be empty (skip the call when there are no tokens)."
+        )
     batch, tokens, channels = x.shape
     width = weight.shape[0]
     if width < 1 or weight.shape[1] != channels:
-        raise ValueError(f"weight has shape {weight.shape}; it must be [W,C] with W >= 1 taps and C = {channels} channels.")
+        raise ValueError(
+            f"weight has shape {weight.shape}; it must be [W,C] with W >= 1 taps and C = {channels} channels."
+        )
     if history is not None and history.shape != (batch, width - 1, channels):
         raise ValueError(
-            f"history has shape {history.shape}; it must be [B,W-1,C] = {[batch, width - 1, channels]}: the last {width - 1} "
-            "inputs before the first token, oldest first."
+            f"history has shape {history.shape}; it must be [B,W-1,C] = {[batch, width - 1, channels]}: the "
+            f"last {width - 1} inputs before the first token, oldest first."
         )
     if segment_ids is not None:
         if segment_ids.shape != (batch, tokens) or not jnp.issubdtype(segment_ids.dtype, jnp.integer):

@@ -16,7 +16,6 @@ from ..modules.plan import layer_locations
 from ..ops.balance_measures import load_metrics
 from ..ops.balance_rules import BalanceStrength, updated_bias
 
-
 Statistics = dict[tuple[str, ...], dict[str, jax.Array]]
 """Path of a MoE layer -> its statistics."""
 PER_TOKEN = ("scores", "mask")

@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 FORMAT = 1
 FILES = "files.json"
@@ -66,8 +67,8 @@ class Checkpointer:
     def restore(self, template: Any, *, step: int | None = None) -> tuple[Any, dict]:
         """-> (state, metadata) of `step`, by default the latest whole one. `template` gives structure and placement.
 
-        template: a pytree like the saved one, of arrays or `jax.ShapeDtypeStruct`; a sharding on a leaf is followed.
-        All leaves come back as JAX arrays.
+        template: a pytree like the saved one, of arrays or `jax.ShapeDtypeStruct`; a sharding on a leaf is followed,
+        a leaf without one comes back uncommitted on the default device. All leaves come back as JAX arrays.
         FileNotFoundError when nothing whole is there. ValueError naming every leaf that is missing, not expected, or of
         another shape or dtype: nothing is cast or padded.
         """
@@ -78,7 +79,7 @@ class Checkpointer:
         leaves = _named_leaves(template)
         self._compare(chosen, record["leaves"], {name: _describe(leaf) for name, leaf in leaves.items()})
         targets = {name: _target(leaf) for name, leaf in leaves.items() if leaf.size}
-        restore_args = ocp.checkpoint_utils.construct_restore_args(targets)
+        restore_args = {name: _restore_args(ocp, target) for name, target in targets.items()}
         with ocp.PyTreeCheckpointer() as reader:
             plain = reader.restore(self.folder / str(chosen) / "state", item=targets, restore_args=restore_args)
         values = [_value(plain.get(name), leaf) for name, leaf in leaves.items()]
@@ -180,15 +181,24 @@ def _describe(leaf: Any) -> str:
 
 
 def _target(leaf: Any) -> jax.ShapeDtypeStruct:
-    if _is_key(leaf):
-        leaf = jax.eval_shape(jax.random.key_data, leaf)
-    sharding = getattr(leaf, "sharding", None) or jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+    # A key's sharding names its own axes; the words behind each key are one more axis, not sharded.
+    plain = jax.eval_shape(jax.random.key_data, leaf) if _is_key(leaf) else leaf
+    return jax.ShapeDtypeStruct(plain.shape, plain.dtype, sharding=getattr(leaf, "sharding", None))
+
+
+def _restore_args(ocp: Any, target: jax.ShapeDtypeStruct) -> Any:
+    """Without a sharding the host's copy is read: an array committed to a device would compile every program anew."""
+    if target.sharding is None:
+        return ocp.RestoreArgs(restore_type=np.ndarray)
+    return ocp.ArrayRestoreArgs(
+        restore_type=jax.Array, sharding=target.sharding, global_shape=target.shape, dtype=target.dtype
+    )
 
 
 def _value(plain: Any, leaf: Any) -> Any:
     if plain is None:
         return jnp.empty(leaf.shape, leaf.dtype)
+    plain = jnp.asarray(plain)
     if not _is_key(leaf):
         return plain
     # A ShapeDtypeStruct names its generator in the dtype only ("key<fry>" is threefry2x32).

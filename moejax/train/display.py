@@ -72,14 +72,13 @@ class Display:
     def step(self, step: int, figures: str) -> None:
         """`step` is done; `figures` is a short line of numbers."""
         if self.live:
-            if self._progress is None:
-                self._start_progress()
-            self._progress.update(self._task, completed=step, figures=figures)
+            progress = self._progress or self._start_progress()
+            progress.update(self._task, completed=step, figures=figures)
         elif time.monotonic() - self._last_line > HEARTBEAT or step in (1, self._total):
             self._last_line = time.monotonic()
             self.note(f"step {step}/{self._total}  {figures}")
 
-    def _start_progress(self) -> None:
+    def _start_progress(self) -> Any:
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
         columns = (
@@ -92,3 +91,4 @@ class Display:
         self._progress = Progress(*columns, console=self.console, refresh_per_second=4)
         self._task = self._progress.add_task("train", total=self._total, completed=self._first, figures="")
         self._progress.start()
+        return self._progress

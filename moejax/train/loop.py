@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -30,7 +31,9 @@ def stop_on_signals(announce: Callable[[str], None]) -> Iterator[StopRequest]:
         if request.reason:
             raise KeyboardInterrupt
         request.reason = name
-        announce(f"{name}: ending after this step with a checkpoint and a summary; once more to abort")
+        # In a thread of its own: the handler may have cut into a print, which a console would then repeat.
+        text = f"{name}: ending after this step with a checkpoint and a summary; once more to abort"
+        threading.Thread(target=announce, args=(text,)).start()
 
     before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
     try:

@@ -71,7 +71,10 @@ class Pretraining:
         self._eval_step = jax.jit(make_eval_step(self.model))
 
     def initial_state(self) -> Any:
-        return jax.jit(lambda key: init_state(self.model, self.optimizer, key))(jax.random.key(self.config.seed))
+        # It runs once; on a CPU 10 of the 16 s of compiling are LLVM's optimiser, which saves 0.04 s of the run.
+        options = {"xla_backend_optimization_level": 0} if jax.default_backend() == "cpu" else None
+        initialise = jax.jit(lambda key: init_state(self.model, self.optimizer, key), compiler_options=options)
+        return initialise(jax.random.key(self.config.seed))
 
     def state_template(self) -> Any:
         return jax.eval_shape(lambda key: init_state(self.model, self.optimizer, key), jax.random.key(self.config.seed))

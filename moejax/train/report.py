@@ -158,5 +158,7 @@ def summary_lines(summary: dict[str, Any]) -> list[str]:
         f"({speed['compiles']} compile{'' if speed['compiles'] == 1 else 's'})",
     ]
     if summary["sample"]:
-        lines += ["", "A sampled continuation", *(f"  | {line}" for line in summary["sample"].split("\n"))]
+        # Sampled bytes may be anything, terminal commands too.
+        shown = "".join(c if c.isprintable() or c == "\n" else "\ufffd" for c in summary["sample"])
+        lines += ["", "A sampled continuation", *(f"  | {line}" for line in shown.split("\n"))]
     return lines

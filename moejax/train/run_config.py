@@ -16,7 +16,7 @@ from .. import __version__, presets
 from ..config import ModelConfig
 from .optimizers import OptimizerConfig
 
-DEFAULT_STEPS = 300
+DEFAULT_STEPS = 240
 DEFAULT_MINUTES = 4.3  # with 15-20 s of scoring and pictures after it: under 5 minutes
 
 # What a resumed run may be given anew; everything else decides the numbers.
@@ -34,7 +34,7 @@ class PretrainConfig:
     preset: str = "tiny"
     """Model size by name (python -m moejax.presets lists them), or a JSON file that holds a ModelConfig."""
     steps: int | None = None
-    """Optimizer steps, which the learning-rate schedule spans. None: 300, ended after 4.3 minutes if need be."""
+    """Optimizer steps, which the learning-rate schedule spans. None: 240, ended after 4.3 minutes if need be."""
     minutes: float | None = None
     """End cleanly after so many minutes of training (--resume goes on). None: no limit when --steps is given."""
     stop_after: int | None = None

@@ -12,7 +12,7 @@ import numpy as np
 
 
 def sample_window(
-    apply: Callable[[Any, jax.Array, jax.Array], jax.Array],
+    apply: Callable[[Any, jax.Array, jax.Array], Any],
     variables: Any,
     prompt: np.ndarray,
     *,

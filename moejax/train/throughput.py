@@ -1,7 +1,7 @@
 """Peak arithmetic of a device, for model FLOPs utilisation."""
 
 import time
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -29,16 +29,16 @@ class Peak(NamedTuple):
     source: str
 
 
-def peak_flops(device: jax.Device | None = None, *, size: int = 1024) -> Peak:
-    """FLOP/s of one device (default: the first): from the vendor's table, else measured by a float32 matrix product."""
-    device = device or jax.devices()[0]
+def peak_flops(device: Any = None, *, size: int = 1024) -> Peak:
+    """FLOP/s of one `jax.Device` (default: the first): from the vendor's table, else measured by a float32 matrix product."""
+    device = jax.devices()[0] if device is None else device
     for name in sorted(PEAK_BF16, key=len, reverse=True):
         if name in device.device_kind:
             return Peak(PEAK_BF16[name], f"{device.device_kind}, bfloat16, vendor's figure")
     return Peak(_measure(device, size), f"{device.device_kind}, float32 [{size},{size}] product, measured")
 
 
-def _measure(device: jax.Device, size: int) -> float:
+def _measure(device: Any, size: int) -> float:
     x = jax.device_put(jnp.ones((size, size), jnp.float32), device)
     product = jax.jit(lambda x: x @ x)
     product(x).block_until_ready()

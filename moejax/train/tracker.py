@@ -93,10 +93,10 @@ class CompileCounter:
         jax.monitoring.register_event_duration_secs_listener(self._on_duration)
         jax.monitoring.register_event_listener(self._on_event)
 
-    def _on_duration(self, event: str, duration: float, **fields: Any) -> None:
-        if event == COMPILED and fields.get("fun_name") == self.name:
+    def _on_duration(self, event: str, duration_secs: float, **kwargs: Any) -> None:
+        if event == COMPILED and kwargs.get("fun_name") == self.name:
             self.count += 1
-            self.seconds += duration
+            self.seconds += duration_secs
 
-    def _on_event(self, event: str, **fields: Any) -> None:
+    def _on_event(self, event: str, **kwargs: Any) -> None:
         self.cache_hits += event == CACHE_HIT

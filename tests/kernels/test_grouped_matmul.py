@@ -46,7 +46,7 @@ def close(actual, expected, tolerance):
 
 
 def sizes_of(N, E):
-    """Distributions of N rows over E groups: even, skewed, empty first and last, all in one, rows left over, nothing."""
+    """N rows over E groups: even, skewed, empty first and last, all in one, rows left over, nothing."""
     rng = np.random.default_rng(N)
     skewed = rng.multinomial(N, rng.dirichlet(np.full(E, 0.3)))
     one = np.zeros(E, int)
@@ -116,9 +116,16 @@ def test_plan_covers_every_row_once():
 def test_inside_scan_remat_vmap_and_shard_map(x64):
     x, w, ct = make(48, 4, 6, 6, jnp.float64)
     sizes = jnp.asarray([10, 0, 30, 5], jnp.int32)
-    call = lambda x, w, sizes: grouped_matmul(x, w, sizes, implementation="xla")
-    loss = lambda call: lambda x, w: jnp.sum(call(call(x, w, sizes), w, sizes) * ct)
-    expected = jax.jit(jax.value_and_grad(loss(lambda *a: grouped_matmul(*a, implementation="reference")), (0, 1)))(x, w)
+
+    def call(x, w, sizes):
+        return grouped_matmul(x, w, sizes, implementation="xla")
+
+    def loss(call):
+        return lambda x, w: jnp.sum(call(call(x, w, sizes), w, sizes) * ct)
+
+    expected = jax.jit(jax.value_and_grad(loss(lambda *a: grouped_matmul(*a, implementation="reference")), (0, 1)))(
+        x, w
+    )
 
     def scanned(x, w):
         layer = jax.checkpoint(lambda x, _: (call(x, w, sizes), None))
@@ -129,7 +136,9 @@ def test_inside_scan_remat_vmap_and_shard_map(x64):
 
     close(flat(jax.jit(jax.value_and_grad(scanned, (0, 1)))(x, w)), flat(expected), 1e-12)
 
-    stack = lambda a: jnp.stack([a, 2 * a])
+    def stack(a):
+        return jnp.stack([a, 2 * a])
+
     many = jax.jit(jax.vmap(jax.value_and_grad(lambda x, w, s: jnp.sum(call(x, w, s) * ct), (0, 1))))
     one = by_loop(2 * x, 2 * w, sizes, ct)
     value, (dx, dw) = many(stack(x), stack(w), jnp.stack([sizes[::-1], sizes]))

@@ -36,7 +36,10 @@ def test_situ_is_finite_and_bounded_for_huge_inputs(size):
     gradients = jax.grad(lambda g, u: situ_glu(g, u).sum(), argnums=(0, 1))(gate, up)
     assert np.abs(y).max() <= 100 and all(np.isfinite(g).all() for g in gradients)
     # Saturation: 4 * 25 with the sign of up when the gate is open, 0 when it is shut.
-    assert float(situ_glu(jnp.float32(size), jnp.float32(-size))) == -100 and float(situ_glu(-jnp.float32(size), jnp.float32(size))) == 0
+    assert (
+        float(situ_glu(jnp.float32(size), jnp.float32(-size))) == -100
+        and float(situ_glu(-jnp.float32(size), jnp.float32(size))) == 0
+    )
 
 
 def test_bfloat16_is_computed_in_float32_and_rounded_once():

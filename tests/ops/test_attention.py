@@ -1,4 +1,4 @@
-"""Blockwise attention against a plain softmax in float64: values, every gradient, packing, padding, prefixes, memory."""
+"""Blockwise attention against a plain float64 softmax: values, gradients, packing, padding, prefixes, memory."""
 
 import jax
 import jax.numpy as jnp
@@ -7,7 +7,7 @@ import pytest
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from moejax.ops.attention import attention
+from moejax.ops.attention import _bounds, _Layout, _segment_blocks, attention, default_block
 
 
 def plain(q, k, v, segment_ids=None, causal=True):
@@ -42,8 +42,14 @@ def packed(T, seed=0):
     return jnp.asarray(ids, jnp.int32)
 
 
-def value_and_gradients(function, ct):
-    return jax.jit(jax.value_and_grad(lambda q, k, v: jnp.sum(function(q, k, v) * ct), argnums=(0, 1, 2)))
+def value_and_gradients(function):
+    """jit of (q, k, v, ct) -> (out, (dq, dk, dv))."""
+
+    def run(q, k, v, ct):
+        out, pull = jax.vjp(function, q, k, v)
+        return out, pull(ct)
+
+    return jax.jit(run)
 
 
 def close(actual, expected, tolerance):
@@ -68,25 +74,32 @@ CASES = [  # T, S, key heads, causal, packed, block
 def test_value_and_gradients_equal_plain_attention(x64, T, S, kv_heads, causal, is_packed, block):
     q, k, v, ct = inputs(T, S, kv_heads=kv_heads)
     ids = packed(T) if is_packed else None
-    fast = lambda q, k, v: attention(q, k, v, segment_ids=ids, causal=causal, block=block)
-    slow = lambda q, k, v: plain(q, k, v, ids, causal)
-    close(jax.jit(fast)(q, k, v), slow(q, k, v), 1e-12)
-    close(value_and_gradients(fast, ct)(q, k, v), value_and_gradients(slow, ct)(q, k, v), 1e-12)
+
+    def fast(q, k, v):
+        return attention(q, k, v, segment_ids=ids, causal=causal, block=block)
+
+    def slow(q, k, v):
+        return plain(q, k, v, ids, causal)
+
+    close(value_and_gradients(fast)(q, k, v, ct), value_and_gradients(slow)(q, k, v, ct), 1e-12)
 
 
-@pytest.mark.parametrize(("dtype", "value_tolerance", "gradient_tolerance"), [("float32", 1e-5, 5e-5), ("bfloat16", 1e-2, 2e-2)])
+@pytest.mark.parametrize(
+    ("dtype", "value_tolerance", "gradient_tolerance"), [("float32", 1e-5, 5e-5), ("bfloat16", 1e-2, 2e-2)]
+)
 def test_narrow_dtypes_against_float64(x64, dtype, value_tolerance, gradient_tolerance):
     narrow = [x.astype(dtype) for x in inputs(130)]
     wide = [x.astype(jnp.float64) for x in narrow]
     ids = packed(130)
-    fast = lambda q, k, v: attention(q, k, v, segment_ids=ids, block=32)
-    out = jax.jit(fast)(*narrow[:3])
-    assert out.dtype == dtype
-    close(out, plain(*wide[:3], ids), value_tolerance)
-    actual = value_and_gradients(fast, narrow[3])(*narrow[:3])[1]
-    expected = value_and_gradients(lambda q, k, v: plain(q, k, v, ids), wide[3])(*wide[:3])[1]
-    close(actual, expected, gradient_tolerance)
-    assert all(g.dtype == dtype for g in actual)
+
+    def fast(q, k, v):
+        return attention(q, k, v, segment_ids=ids, block=32)
+
+    out, gradients = value_and_gradients(fast)(*narrow)
+    expected, expected_gradients = value_and_gradients(lambda q, k, v: plain(q, k, v, ids))(*wide)
+    assert all(a.dtype == dtype for a in (out, *gradients))
+    close(out, expected, value_tolerance)
+    close(gradients, expected_gradients, gradient_tolerance)
 
 
 def test_padding_is_never_read_and_gets_nothing(x64):
@@ -96,11 +109,8 @@ def test_padding_is_never_read_and_gets_nothing(x64):
     clean = [jnp.where(hole, 0, x) for x in (q, k, v, ct)]
     dirty = [jnp.where(hole, jnp.nan, x) for x in (q, k, v, ct)]
 
-    def run(q, k, v, ct):
-        out, pull = jax.vjp(lambda *a: attention(*a, segment_ids=ids, block=16), q, k, v)
-        return out, pull(ct)
-
-    for a, b in zip(jax.tree.leaves(jax.jit(run)(*dirty)), jax.tree.leaves(jax.jit(run)(*clean)), strict=True):
+    run = value_and_gradients(lambda *a: attention(*a, segment_ids=ids, block=16))
+    for a, b in zip(jax.tree.leaves(run(*dirty)), jax.tree.leaves(run(*clean)), strict=True):
         np.testing.assert_array_equal(a, b)
         assert np.all(np.where(np.broadcast_to(hole, a.shape), a, 0) == 0)
 
@@ -114,14 +124,11 @@ def test_prefix_is_bit_equal_when_only_the_future_changes(block):
     changed = [jnp.where(before, x, 30 * y) for x, y in zip((q, k, v), others, strict=False)]
     ct = jnp.where(before, ct, 0)
 
-    @jax.jit
-    def run(q, k, v):
-        out, pull = jax.vjp(lambda *a: attention(*a, block=block), q, k, v)
-        return out, *pull(ct)
-
-    for a, b in zip(run(q, k, v), run(*changed), strict=True):
+    run = value_and_gradients(lambda *a: attention(*a, block=block))
+    one, other = (jax.tree.leaves(run(*a, ct)) for a in ((q, k, v), changed))
+    for a, b in zip(one, other, strict=True):
         np.testing.assert_array_equal(a[:, :cut], b[:, :cut])
-    assert np.abs(run(q, k, v)[0][:, cut:] - run(*changed)[0][:, cut:]).max() > 0.1
+    assert np.abs(one[0][:, cut:] - other[0][:, cut:]).max() > 0.1
 
 
 def test_packed_row_equals_each_document_alone(x64):
@@ -132,22 +139,26 @@ def test_packed_row_equals_each_document_alone(x64):
     start = 0
     for length in lengths:
         piece = slice(start, start + length)
-        close(out[:, piece], plain(q[:, piece], k[:, piece], v[:, piece]), 1e-12)
+        close(out[:, piece], jax.jit(plain)(q[:, piece], k[:, piece], v[:, piece]), 1e-12)
         start += length
 
 
 def test_extreme_scores_stay_finite():
     q, k, v, ct = inputs(40, dtype=jnp.float32)
-    value, gradients = value_and_gradients(lambda q, k, v: attention(q, k, v, block=16), ct)(1e4 * q, 1e4 * k, v)
-    assert all(np.isfinite(x).all() for x in jax.tree.leaves((value, gradients)))
+    run = value_and_gradients(lambda q, k, v: attention(q, k, v, block=16))
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves(run(1e4 * q, 1e4 * k, v, ct)))
 
 
 def test_inside_scan_remat_vmap_and_shard_map(x64):
     """The four transformations that a layer stack applies, against direct calls."""
     q, k, v, ct = inputs(40, kv_heads=4, K=5, V=5)
     ids = packed(40)
-    call = lambda q, k, v, ids: attention(q, k, v, segment_ids=ids, block=16)
-    direct = lambda q: jnp.sum(call(call(q, k, v, ids), k, v, ids) * ct)
+
+    def call(q, k, v, ids):
+        return attention(q, k, v, segment_ids=ids, block=16)
+
+    def direct(q):
+        return jnp.sum(call(call(q, k, v, ids), k, v, ids) * ct)
 
     def scanned(q):
         layer = jax.checkpoint(lambda q, _: (call(q, k, v, ids), None))
@@ -155,7 +166,9 @@ def test_inside_scan_remat_vmap_and_shard_map(x64):
 
     close(jax.jit(jax.value_and_grad(scanned))(q), jax.jit(jax.value_and_grad(direct))(q), 1e-12)
 
-    loss = lambda q, k, v, ids, ct: jnp.sum(call(q, k, v, ids) * ct)
+    def loss(q, k, v, ids, ct):
+        return jnp.sum(call(q, k, v, ids) * ct)
+
     one = jax.value_and_grad(loss, argnums=(0, 1, 2))
     expected = jax.jit(one)(q, k, v, ids, ct)
     rows = [x[:, None] for x in (q, k, v, ids, ct)]
@@ -183,12 +196,10 @@ def test_memory_grows_linearly():
 
 def test_packed_rows_skip_blocks_of_other_documents():
     """The loop bounds leave out what lies before a block's documents: cost follows the documents, not the row."""
-    from moejax.ops import attention as module
-
-    layout = module._Layout(16, 16, 8, 8, 128, 128, True, 1.0)
+    layout = _Layout(16, 16, 8, 8, 128, 128, True, 1.0)
     ids = jnp.asarray(np.repeat([1, 2, 3, 4], 32)[None], jnp.int32)
-    blocks = module._segment_blocks(ids, 8, 16)
-    bounds = module._bounds(blocks, blocks, layout)
+    blocks = _segment_blocks(ids, 8, 16)
+    bounds = _bounds(blocks, blocks, layout)
     np.testing.assert_array_equal(bounds.first_key, [0, 0, 2, 2, 4, 4, 6, 6])
     np.testing.assert_array_equal(bounds.last_query, [2, 2, 4, 4, 6, 6, 8, 8])
 
@@ -196,6 +207,7 @@ def test_packed_rows_skip_blocks_of_other_documents():
 def test_bad_input_is_refused():
     q, k, v, _ = inputs(8, dtype=jnp.float32)
     ids = jnp.ones((2, 8), jnp.int32)
+    assert [default_block(T) for T in (1, 256, 4096, 10**6)] == [128, 128, 256, 512]
     bad = [
         (lambda: attention(q[0], k, v), "axes"),
         (lambda: attention(q.astype(jnp.float16), k, v), "float16"),

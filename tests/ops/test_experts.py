@@ -32,7 +32,9 @@ def relative(actual, expected):
 
 
 def golden_weights(case, dtype):
-    take = lambda name, axes: jnp.asarray(case[f"in_{name}"].transpose(axes), dtype)
+    def take(name, axes):
+        return jnp.asarray(case[f"in_{name}"].transpose(axes), dtype)
+
     return LatentMoEWeights(**{ours: take(*theirs) for ours, theirs in NAMES.items()})
 
 
@@ -45,8 +47,10 @@ def test_golden_layer_and_every_gradient(x64, golden, name, dtype, implementatio
 
     @jax.jit
     def run(x, weights):
-        layer = lambda x, w: latent_moe(x, jnp.asarray(case["in_bias"]), w, k, implementation=implementation)
-        y, pull, rest = jax.vjp(lambda x, w: ((out := layer(x, w)).y, out), x, weights, has_aux=True)
+        def layer(x, w):
+            return latent_moe(x, jnp.asarray(case["in_bias"]), w, k, implementation=implementation)
+
+        _, pull, rest = jax.vjp(lambda x, w: ((out := layer(x, w)).y, out), x, weights, has_aux=True)
         return rest, pull(jnp.asarray(case["in_ct"], dtype))
 
     out, (dx, d_weights) = run(x, weights)
@@ -67,7 +71,10 @@ def test_golden_layer_and_every_gradient(x64, golden, name, dtype, implementatio
 
 def make(N, k, E=6, L=7, F=5, seed=0, dtype=jnp.float64):
     rng = np.random.default_rng(seed)
-    normal = lambda *shape: jnp.asarray(rng.normal(size=shape), dtype)
+
+    def normal(*shape):
+        return jnp.asarray(rng.normal(size=shape), dtype)
+
     experts = np.stack([rng.permutation(E)[:k] for _ in range(N)])
     weights = jnp.asarray(rng.random((N, k)), jnp.promote_types(dtype, jnp.float32))
     matrices = (normal(E, L, F), normal(E, L, F), normal(E, F, L))
@@ -78,9 +85,9 @@ def gradients(implementation, **options):
     """jit of (x, experts, weights, matrices..., ct, mask) -> value and all five gradients."""
 
     def run(x, experts, weights, w_gate, w_up, w_down, ct, mask=None):
-        call = lambda x, weights, *matrices: expert_mlp(
-            x, experts, weights, *matrices, mask=mask, implementation=implementation, **options
-        )
+        def call(x, weights, *matrices):
+            return expert_mlp(x, experts, weights, *matrices, mask=mask, implementation=implementation, **options)
+
         y, pull = jax.vjp(call, x, weights, w_gate, w_up, w_down)
         return y, *pull(ct)
 
@@ -91,7 +98,9 @@ def gradients(implementation, **options):
 def test_blocks_equal_the_loop(x64, N, k, activation):
     options = {} if activation is None else {"activation": activation}
     arguments = make(N, k)
-    for a, b in zip(gradients("xla", **options)(*arguments), gradients("reference", **options)(*arguments), strict=True):
+    for a, b in zip(
+        gradients("xla", **options)(*arguments), gradients("reference", **options)(*arguments), strict=True
+    ):
         assert relative(a, b) < 1e-12
 
 
@@ -139,13 +148,19 @@ def test_masked_tokens_are_not_routed_and_never_read(x64, implementation):
 def test_each_expert_output_is_rounded_before_the_float32_sum(implementation):
     """bfloat16 has steps of 2 above 256. Each expert gives 257, rounded to 256.
 
-    Halves of three: 384; without the rounding 385.5, which ends as 386. Factors 1, 1/256, 1/256: 258; a bfloat16 sum drops
-    both ones and gives 256.
+    Halves of three: 384; without the rounding 385.5, which ends as 386. Factors 1, 1/256, 1/256: 258; a bfloat16
+    sum drops both ones and gives 256.
     """
-    one = lambda *shape: jnp.ones(shape, jnp.bfloat16)
+
+    def one(*shape):
+        return jnp.ones(shape, jnp.bfloat16)
+
     w_down = jnp.concatenate([256 * one(3, 1, 1), one(3, 1, 1)], axis=1)
     experts = jnp.asarray([[0, 1, 2]], jnp.int32)
-    product = lambda gate, up: gate * up
+
+    def product(gate, up):
+        return gate * up
+
     for factors, expected in (([0.5, 0.5, 0.5], 384.0), ([1.0, 1 / 256, 1 / 256], 258.0)):
         matrices = (one(3, 1, 2), one(3, 1, 2), w_down)
         factors = jnp.asarray([factors], jnp.float32)
@@ -165,14 +180,19 @@ def test_layer_without_latent_norm_or_shared_expert_and_with_padding(x64, golden
     case = golden("moe/latent_moe.npz")
     full = golden_weights(case, jnp.float64)
     rng = np.random.default_rng(3)
-    wide = lambda *shape: jnp.asarray(rng.normal(size=shape))
+
+    def wide(*shape):
+        return jnp.asarray(rng.normal(size=shape))
+
     bare = full._replace(down=None, up=None, norm=None, shared_gate=None, shared_up=None, shared_down=None)
     bare = bare._replace(w_gate=wide(16, 24, 9), w_up=wide(16, 24, 9), w_down=wide(16, 9, 24))
     x = jnp.asarray(case["in_x"], jnp.float64).reshape(2, 24, 24)
     mask = jnp.asarray(rng.random((2, 24)) < 0.7)
     bias = jnp.asarray(case["in_bias"])
     for weights in (bare, full):
-        out = jax.jit(lambda x, m, w: latent_moe(x, bias, w, 4, mask=m))(jnp.where(mask[..., None], x, jnp.nan), mask, weights)
+        out = jax.jit(lambda x, m, w: latent_moe(x, bias, w, 4, mask=m))(
+            jnp.where(mask[..., None], x, jnp.nan), mask, weights
+        )
         expected = jax.jit(lambda x, w: latent_moe(x, bias, w, 4, implementation="reference"))(x[mask], weights)
         assert out.y.shape == x.shape and np.isfinite(out.logits).all()
         assert np.all(np.asarray(out.y)[~np.asarray(mask)] == 0)
@@ -181,9 +201,16 @@ def test_layer_without_latent_norm_or_shared_expert_and_with_padding(x64, golden
 
 def test_inside_scan_remat_vmap_and_shard_map(x64):
     x, experts, weights, *matrices, ct = make(32, 2)
-    loss = lambda x, *m: jnp.sum(expert_mlp(x, experts, weights, *m) * ct)
-    twice = lambda call: lambda x, *m: jnp.sum(call(call(x, *m), *m) * ct)
-    slow = lambda x, *m: expert_mlp(x, experts, weights, *m, implementation="reference")
+
+    def loss(x, *m):
+        return jnp.sum(expert_mlp(x, experts, weights, *m) * ct)
+
+    def twice(call):
+        return lambda x, *m: jnp.sum(call(call(x, *m), *m) * ct)
+
+    def slow(x, *m):
+        return expert_mlp(x, experts, weights, *m, implementation="reference")
+
     expected = jax.jit(jax.value_and_grad(twice(slow), (0, 1, 2, 3)))(x, *matrices)
 
     def scanned(x, *m):

@@ -1,4 +1,4 @@
-"""Gated MLA: the golden vectors (whole, packed, padded, one decode step), absorbed against expanded, gradients, masks."""
+"""Gated MLA: golden vectors (whole, packed, padded, one decode step), absorbed against expanded, gradients, masks."""
 
 import jax
 import jax.numpy as jnp
@@ -15,13 +15,17 @@ from moejax.ops.mla import (
 )
 
 FOLDERS = ("qlora_gate", "no_qlora_no_gate", "small_latents")
-F32 = {"float64": (1e-9, 1e-9), "float32": (1e-5, 5e-5)}
+TOLERANCES = {"float64": (1e-9, 1e-9), "float32": (1e-5, 5e-5)}
+absorbed = jax.jit(absorbed_latent_attention, static_argnames="block")
 
 
 def weights_of(case, dtype) -> MLAWeights:
     """Published layout [out,in], rows heads x (nope | rope) and heads x (nope | v) -> MLAWeights."""
     H, N, V, C = (int(case[name]) for name in ("heads", "nope", "v", "kv_lora"))
-    take = lambda name: jnp.asarray(case[f"in_{name}"], dtype)
+
+    def take(name):
+        return jnp.asarray(case[f"in_{name}"], dtype)
+
     D = case["in_x"].shape[-1]
     lora = "in_q_a_proj" in case
     q_up = take("q_b_proj" if lora else "q_proj").T
@@ -41,7 +45,10 @@ def weights_of(case, dtype) -> MLAWeights:
 
 def published_gradients(grad: MLAWeights) -> dict:
     """MLAWeights of gradients -> arrays in the published layout."""
-    two = lambda g: np.asarray(g).reshape(g.shape[0], -1).T
+
+    def two(g):
+        return np.asarray(g).reshape(g.shape[0], -1).T
+
     kv_up = np.concatenate([grad.k_up, grad.v_up], -1)
     out = {
         "kv_a_proj_with_mqa": two(grad.kv_down),
@@ -60,10 +67,10 @@ def relative(actual, expected):
     return np.abs(np.asarray(actual, np.float64) - expected).max() / np.abs(expected).max()
 
 
-@pytest.mark.parametrize("dtype", F32)
+@pytest.mark.parametrize("dtype", TOLERANCES)
 @pytest.mark.parametrize("folder", FOLDERS)
 def test_golden_whole_packed_and_gradients(x64, golden, folder, dtype):
-    case, (value_tolerance, gradient_tolerance) = golden(f"mla/{folder}/mla.npz"), F32[dtype]
+    case, (value_tolerance, gradient_tolerance) = golden(f"mla/{folder}/mla.npz"), TOLERANCES[dtype]
     weights, x = weights_of(case, dtype), jnp.asarray(case["in_x"], dtype)
     _, latent, shared_key = jax.jit(mla_project)(x, weights)
     assert relative(latent, case["out_latent"]) < value_tolerance
@@ -86,10 +93,10 @@ def test_golden_whole_packed_and_gradients(x64, golden, folder, dtype):
     assert relative(packed, case["out_y_packed"]) < value_tolerance
 
 
-@pytest.mark.parametrize("dtype", F32)
+@pytest.mark.parametrize("dtype", TOLERANCES)
 @pytest.mark.parametrize("folder", FOLDERS)
 def test_golden_padded_rows_and_one_decode_step(x64, golden, folder, dtype):
-    case, tolerance = golden(f"mla/{folder}/mla.npz"), F32[dtype][0]
+    case, tolerance = golden(f"mla/{folder}/mla.npz"), TOLERANCES[dtype][0]
     weights, x = weights_of(case, dtype), jnp.asarray(case["in_x"], dtype)
     lengths = jnp.asarray(case["valid_len"], jnp.int32)
     B, T = x.shape[:2]
@@ -97,8 +104,9 @@ def test_golden_padded_rows_and_one_decode_step(x64, golden, folder, dtype):
     y = jax.jit(gated_mla)(jnp.where(real[..., None], x, jnp.nan), weights, segment_ids=real.astype(jnp.int32))
     assert relative(y, case["out_y_padded"]) < tolerance
 
-    _, latent, shared_key = mla_project(x, weights)
-    q, new_latent, new_key = mla_project(jnp.asarray(case["in_x_new"], dtype), weights)
+    project = jax.jit(mla_project)
+    _, latent, shared_key = project(x, weights)
+    q, new_latent, new_key = project(jnp.asarray(case["in_x_new"], dtype), weights)
     assert relative(new_latent, case["out_latent_new"]) < tolerance
     assert relative(new_key, case["out_shared_key_new"]) < tolerance
 
@@ -109,7 +117,7 @@ def test_golden_padded_rows_and_one_decode_step(x64, golden, folder, dtype):
 
     arguments = (q, cache(latent, new_latent), cache(shared_key, new_key), weights.k_up, weights.v_up)
     for block in (7, 256):
-        heads = absorbed_latent_attention(*arguments, lengths=lengths + 1, block=block)
+        heads = absorbed(*arguments, lengths=lengths + 1, block=block)
         y_new = mla_output(heads, jnp.asarray(case["in_x_new"], dtype), weights)
         assert relative(y_new, case["out_y_new"]) < tolerance
 
@@ -125,10 +133,10 @@ def test_absorbed_equals_expanded_for_one_and_several_new_tokens(x64, new, block
     """Rows of different length in one cache; `new` = 40 is a whole prefill. The last block overlaps the one before."""
     q, latent, shared_key, k_up, v_up = parts(3, 43)
     lengths = jnp.asarray([40, 43, 41], jnp.int32)
-    expanded = latent_attention(q, latent, shared_key, k_up, v_up)
+    expanded = jax.jit(latent_attention)(q, latent, shared_key, k_up, v_up)
     at = (lengths - new)[:, None] + jnp.arange(new)
     gone = (jnp.arange(43) >= lengths[:, None])[..., None]
-    absorbed = absorbed_latent_attention(
+    out = absorbed(
         jnp.take_along_axis(q, at[:, :, None, None], axis=1),
         *(jnp.where(gone, jnp.nan, x) for x in (latent, shared_key)),
         k_up,
@@ -137,7 +145,7 @@ def test_absorbed_equals_expanded_for_one_and_several_new_tokens(x64, new, block
         block=block,
     )
     expected = jnp.take_along_axis(expanded, at[:, :, None, None], axis=1)
-    assert relative(absorbed, expected) < 1e-12
+    assert relative(out, expected) < 1e-12
 
 
 def test_absorbed_leaves_out_invalid_entries_and_queries_before_the_start(x64):
@@ -146,7 +154,7 @@ def test_absorbed_leaves_out_invalid_entries_and_queries_before_the_start(x64):
     valid = jnp.asarray(np.random.default_rng(1).random((2, 20)) < 0.6).at[:, 0].set(True)
     hole = ~valid[..., None]
     dirty = (jnp.where(hole, jnp.nan, x) for x in (latent, shared_key))
-    out = absorbed_latent_attention(q[:, -3:], *dirty, k_up, v_up, lengths=lengths, valid=valid, block=8)
+    out = absorbed(q[:, -3:], *dirty, k_up, v_up, lengths=lengths, valid=valid, block=8)
     assert np.isfinite(out).all()
     kept = np.flatnonzero(valid[0])
     assert np.all(np.asarray(out[1, 0]) == 0)  # the row holds two tokens, so the first of three queries is before it
@@ -159,7 +167,7 @@ def test_absorbed_leaves_out_invalid_entries_and_queries_before_the_start(x64):
 def test_absorbed_block_count_follows_the_longest_row():
     """A cache of a million entries that holds 5 tokens reads one block: NaN everywhere else, and no large temporary."""
     q, latent, shared_key, k_up, v_up = parts(1, 5, dtype=jnp.float32)
-    expected = latent_attention(q, latent, shared_key, k_up, v_up)[:, -1:]
+    expected = jax.jit(latent_attention)(q, latent, shared_key, k_up, v_up)[:, -1:]
     cache = [jnp.pad(x, ((0, 0), (0, 2**20 - 5), (0, 0)), constant_values=jnp.nan) for x in (latent, shared_key)]
     step = jax.jit(lambda *a: absorbed_latent_attention(*a, lengths=jnp.asarray([5], jnp.int32)))
     compiled = step.lower(q[:, -1:], *cache, k_up, v_up).compile()
@@ -191,14 +199,15 @@ def test_rotary_control_rotates_only_the_shared_key_dimensions(x64, golden):
     case = golden("mla/qlora_gate/mla.npz")
     weights, x = weights_of(case, "float64"), jnp.asarray(case["in_x"], jnp.float64)
     positions = jnp.broadcast_to(jnp.arange(x.shape[1]), x.shape[:2])
-    rotated = gated_mla(x, weights, positions=positions)
-    assert relative(gated_mla(x, weights, positions=positions + 1000), rotated) < 1e-9
-    assert relative(gated_mla(x, weights), rotated) > 1e-2
-    q, latent, shared_key = mla_project(x, weights, positions=positions)
-    plain = mla_project(x, weights)
+    layer, project = jax.jit(gated_mla), jax.jit(mla_project)
+    rotated = layer(x, weights, positions=positions)
+    assert relative(layer(x, weights, positions=positions + 1000), rotated) < 1e-9
+    assert relative(layer(x, weights), rotated) > 1e-2
+    q, latent, shared_key = project(x, weights, positions=positions)
+    plain = project(x, weights)
     np.testing.assert_array_equal(q[..., : weights.k_up.shape[2]], plain[0][..., : weights.k_up.shape[2]])
     lengths = jnp.full((x.shape[0],), x.shape[1], jnp.int32)
-    last = absorbed_latent_attention(q[:, -1:], latent, shared_key, weights.k_up, weights.v_up, lengths=lengths)
+    last = absorbed(q[:, -1:], latent, shared_key, weights.k_up, weights.v_up, lengths=lengths)
     assert relative(mla_output(last, x[:, -1:], weights), rotated[:, -1:]) < 1e-9
 
 
@@ -228,7 +237,10 @@ def test_bad_input_is_refused(golden):
     weights, x = weights_of(case, "float32"), jnp.asarray(case["in_x"])
     q, latent, shared_key, k_up, v_up = parts(2, 6, dtype=jnp.float32)
     lengths = jnp.asarray([6, 6], jnp.int32)
-    absorbed = lambda *a, **kw: absorbed_latent_attention(*a, **({"lengths": lengths} | kw))
+
+    def refused(*a, **kw):
+        return absorbed_latent_attention(*a, **({"lengths": lengths} | kw))
+
     bad = [
         (lambda: gated_mla(x[0], weights), "axes"),
         (lambda: gated_mla(x.astype(jnp.float16), weights), "float16"),
@@ -240,9 +252,9 @@ def test_bad_input_is_refused(golden):
         (lambda: latent_attention(q[:, :3], latent, shared_key, k_up, v_up), "one latent a query"),
         (lambda: latent_attention(q, latent, shared_key[..., :2], k_up, v_up), r"N\+R"),
         (lambda: latent_attention(q, latent, shared_key, k_up[:, :2], v_up), "heads"),
-        (lambda: absorbed(q, latent, shared_key, k_up, v_up, lengths=lengths[:1]), "lengths"),
-        (lambda: absorbed(q, latent, shared_key, k_up, v_up, valid=jnp.ones((2, 6))), "bool"),
-        (lambda: absorbed(q, latent, shared_key, k_up, v_up, block=0), "block=0"),
+        (lambda: refused(q, latent, shared_key, k_up, v_up, lengths=lengths[:1]), "lengths"),
+        (lambda: refused(q, latent, shared_key, k_up, v_up, valid=jnp.ones((2, 6))), "bool"),
+        (lambda: refused(q, latent, shared_key, k_up, v_up, block=0), "block=0"),
     ]
     for call, message in bad:
         with pytest.raises(ValueError, match=message):

@@ -37,7 +37,9 @@ def test_bfloat16_rounds_before_the_weight():
     y = rms_norm(x, w, eps=1e-6)
     assert y.dtype == jnp.bfloat16 and np.array_equal(np.asarray(y), np.asarray(normal.astype(jnp.bfloat16) * w))
     late = (normal * w.astype(jnp.float32)).astype(jnp.bfloat16)
-    assert not np.array_equal(np.asarray(y), np.asarray(late)), "the two orders must differ somewhere, or this test shows nothing"
+    assert not np.array_equal(np.asarray(y), np.asarray(late)), (
+        "the two orders must differ somewhere, or this test shows nothing"
+    )
 
 
 def test_eps_is_on_the_mean_and_matters():

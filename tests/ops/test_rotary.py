@@ -21,7 +21,10 @@ def test_equals_complex_rotation_and_its_gradient_rotates_back(x64, width):
     rng = np.random.default_rng(0)
     x, ct = rng.normal(size=(2, 2, 17, 3, width))
     positions = rng.integers(0, 5000, (2, 17))
-    run = lambda x: rotary(x, jnp.asarray(positions), base=1e4, scale=4.0)
+
+    def run(x):
+        return rotary(x, jnp.asarray(positions), base=1e4, scale=4.0)
+
     out, pull = jax.vjp(run, jnp.asarray(x))
     np.testing.assert_allclose(out, by_complex_numbers(x, positions, 1e4, 4.0), atol=1e-11)
     np.testing.assert_allclose(pull(jnp.asarray(ct))[0], by_complex_numbers(ct, -positions, 1e4, 4.0), atol=1e-11)
@@ -30,8 +33,13 @@ def test_equals_complex_rotation_and_its_gradient_rotates_back(x64, width):
 def test_scores_depend_on_distance_only_and_interpolation_squeezes_it(x64):
     rng = np.random.default_rng(1)
     q, k = (jnp.asarray(rng.normal(size=(1, 1, 1, 8))) for _ in range(2))
-    at = lambda n: jnp.asarray([[n]])
-    score = lambda m, n, **kw: float(jnp.sum(rotary(q, at(m), **kw) * rotary(k, at(n), **kw)))
+
+    def at(n):
+        return jnp.asarray([[n]])
+
+    def score(m, n, **kw):
+        return float(jnp.sum(rotary(q, at(m), **kw) * rotary(k, at(n), **kw)))
+
     assert abs(score(7, 3) - score(1007, 1003)) < 1e-10
     assert abs(score(28, 12, scale=4.0) - score(7, 3)) < 1e-12
     assert abs(score(7, 3) - score(7, 4)) > 1e-3

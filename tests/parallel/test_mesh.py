@@ -1,0 +1,58 @@
+"""The axis table, and the model on a small mesh of CPU devices."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from moejax import HybridLM
+from moejax.parallel import AxisRules, MeshConfig, batch_sharding, make_mesh, parameter_shardings, partition_spec
+from moejax.train import OptimizerConfig, adamw, init_state, make_train_step
+
+
+@pytest.fixture(scope="module")
+def mesh():
+    return make_mesh(MeshConfig(data=2, expert=2, tensor=2))
+
+
+def test_specs(mesh):
+    assert partition_spec(("experts", "embed", "width"), mesh) == jax.P("expert", "fsdp", "tensor")
+    assert partition_spec(("batch", "time"), mesh) == jax.P(("data", "fsdp", "expert"), "sequence")
+    foreign = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    assert partition_spec(("batch", "heads"), foreign) == jax.P("data", None)
+
+
+def test_collisions_and_unknown_names(mesh):
+    with pytest.raises(ValueError, match="'embed' and 'width' of one array both map to mesh axis 'tensor'"):
+        partition_spec(("embed", "width"), mesh, AxisRules(embed="tensor"))
+    with pytest.raises(ValueError, match="unknown logical axis 'depth'"):
+        partition_spec(("depth",), mesh)
+    with pytest.raises(ValueError, match="needs 16 devices"):
+        make_mesh(MeshConfig(data=16))
+
+
+def test_train_step_on_a_mesh_equals_one_device(toy, mesh):
+    model, optimizer = HybridLM(toy), adamw(OptimizerConfig(total_steps=10))
+    create = lambda key: init_state(model, optimizer, key)  # noqa: E731
+    state = jax.jit(create)(jax.random.key(0))
+    batch = {
+        "tokens": jax.random.randint(jax.random.key(1), (4, 14), 0, 64),
+        "segment_ids": jnp.ones((4, 14), jnp.int32).at[1, 5:].set(2).at[2, 9:].set(0),
+    }
+    shardings = parameter_shardings(state, mesh)
+    sharded_state = jax.device_put(state, shardings)
+    assert len(sharded_state.params["embedding"].sharding.device_set) == 8
+    experts = sharded_state.params["stack"]["blocks_0"]["run_1"]["layer_0"]["sub"]["ffn"]["expert_gate"]
+    assert experts.addressable_shards[0].data.shape[2] == toy.moe.experts // 2
+    sharded_batch = jax.device_put(batch, batch_sharding(mesh))
+    step = make_train_step(model, optimizer)
+    single, metrics = jax.jit(step)(state, batch)
+    on_mesh, mesh_metrics = jax.jit(step, out_shardings=(shardings, None))(sharded_state, sharded_batch)
+    np.testing.assert_allclose(mesh_metrics["loss"], metrics["loss"], rtol=1e-5)
+    np.testing.assert_allclose(mesh_metrics["grad_norm"], metrics["grad_norm"], rtol=1e-4)
+    np.testing.assert_array_equal(mesh_metrics["expert_load"], metrics["expert_load"])
+    for a, b in zip(jax.tree.leaves(on_mesh.router_state), jax.tree.leaves(single.router_state), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-5)
+    mu = [s.opt_state[0].mu for s in (on_mesh, single)]  # a tenth of the clipped gradient
+    for a, b in zip(jax.tree.leaves(mu[0]), jax.tree.leaves(mu[1]), strict=True):
+        np.testing.assert_allclose(a, b, rtol=0, atol=1e-5 * max(float(jnp.abs(b).max()), 1e-6))
