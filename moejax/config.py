@@ -101,7 +101,8 @@ class MLAConfig:
             raise ValueError(f"MLAConfig.rope_dim is {self.rope_dim}; rotary positions need an even number.")
         if self.positions == "none" and self.rotary_scale != 1.0:
             raise ValueError(
-                f"MLAConfig.rotary_scale is {self.rotary_scale}, but positions is 'none', which would ignore it; set positions='rotary' or drop it."
+                f"MLAConfig.rotary_scale is {self.rotary_scale}, but positions is 'none', which would ignore it; "
+                "set positions='rotary' or drop it."
             )
         if self.rotary_scale <= 0:
             raise ValueError(f"MLAConfig.rotary_scale is {self.rotary_scale}; it must be positive.")

@@ -100,6 +100,8 @@ def main() -> None:
         row = (config.layers, mixers, config.hidden, routed, _millions(counts.total), _millions(counts.active))
         table.add_row(name, *map(str, row), _millions(counts.embedding), share)
     console = Console()
+    if console.width < 116:  # a pipe, or a narrow window: wrapped figures cannot be read
+        console = Console(width=116)
     console.print(table)
     console.print("active: what one token meets; the head is counted, the embedding table is not.")
 

@@ -74,7 +74,7 @@ def test_unknown_names():
         presets.get("huge")
     with pytest.raises(ValueError, match="unknown ModelConfig fields: depth"):
         ModelConfig.from_dict(presets.get("tiny").to_dict() | {"depth": 3})
-    with pytest.raises(ValueError, match="MeshConfig.data"):
+    with pytest.raises(ValueError, match=r"MeshConfig\.data"):
         MeshConfig(data=0)
 
 

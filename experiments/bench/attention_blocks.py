@@ -36,7 +36,7 @@ def main(study: Study) -> dict[int, tuple[float, float, float]]:
     )
     print(f"{study}, float32, jax {jax.__version__} on {jax.default_backend()}: value and gradients")
     for block in study.blocks:
-        loss = lambda q, k, v, block=block: jnp.sum(attention(q, k, v, block=block) ** 2)  # noqa: E731
+        loss = lambda q, k, v, block=block: jnp.sum(attention(q, k, v, block=block) ** 2)
         step = jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2))).lower(q, k, v).compile()
         jax.block_until_ready(step(q, k, v))
         fastest, start = float("inf"), time.process_time()

@@ -70,7 +70,7 @@ def kda(
     stand anywhere, also inside a document, which goes on after it.
     num_segments=N: initial and final state are per document, [B,N,HV,K,V], document i in row i - 1; ids must be <= N. A
     document that is absent returns its initial state. Without it the final state is that of the last document.
-    implementation: None (chosen), "reference" (token by token), "xla" (chunks of 64 tokens).
+    implementation: None (chosen), "reference" (token by token), "xla" (chunks of 32 tokens).
 
     Returns (o [B,T,HV,V] in v.dtype, final state float32, or None unless output_final_state). Differentiable in every float
     input. Bad shapes, dtypes or values raise ValueError before anything is compiled; T = 0 and float16 are among them. Ids that

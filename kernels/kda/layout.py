@@ -1,6 +1,6 @@
 """Where documents lie in the chunks: masks for boundaries inside a chunk, or a chunk grid that restarts at each document.
 
-Shapes: B batch, T tokens, NT chunks of C = 64 tokens, N documents of a row.
+Shapes: B batch, T tokens, NT chunks of C = 32 tokens, N documents of a row.
 """
 
 from typing import NamedTuple
@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from .chunk import Masks, Rows
 
-CHUNK = 64
+CHUNK = 32  # on 2 CPU cores 20% (forward) to 25% (gradient) faster than 64: fewer products within a chunk, smaller scratch
 
 
 class Packed(NamedTuple):

@@ -1,10 +1,10 @@
-"""KDA in chunks of 64 tokens with its own gradient, in plain XLA: the form that runs on every platform.
+"""KDA in chunks of 32 tokens with its own gradient, in plain XLA: the form that runs on every platform.
 
 Two levels: a scan over windows of chunks; inside a window everything that does not need the state is done for all chunks at once,
 and a short scan carries the state. The forward pass keeps its inputs and one state a window; the backward pass redoes a window,
 so memory beyond inputs and outputs does not grow with the number of chunks (arrays of size [C,C,K] never exist).
 
-Shapes: B batch, T tokens, H query/key heads, HV value heads, K key channels, V value channels, n chunks of C = 64 tokens in a
+Shapes: B batch, T tokens, H query/key heads, HV value heads, K key channels, V value channels, n chunks of C = 32 tokens in a
 window, W = n * C, N documents of a row.
 """
 
@@ -19,7 +19,7 @@ from . import chunk as one
 from .layout import CHUNK, Packed, aligned_chunks, aligned_layout, chunk_masks, packed_layout
 from .varying import match_varying
 
-WINDOW = 4096  # tokens; sets the scratch memory (about 40 arrays of [B,W,HV,K]), not the numbers
+WINDOW = 512  # tokens; sets the scratch memory (about 40 arrays of [B,W,HV,K]: caches hold it), not the numbers
 
 
 class Plan(NamedTuple):
@@ -37,7 +37,7 @@ def kda_chunked(q, k, v, g, beta, *, scale, lower_bound, initial_state, document
 
     q, k, v, g, beta in any of float32, bfloat16, float64; initial_state in the accumulation dtype. `window` is in tokens.
     Rows of several documents: without a state per document, boundaries fall anywhere in a chunk and are masked, nothing is moved;
-    with one (initial_state of rank 5) each document is laid out from a chunk's start, at most 63 tokens more a document.
+    with one (initial_state of rank 5) each document is laid out from a chunk's start, at most 31 tokens more a document.
     """
     tokens = q.shape[1]
     per_document = initial_state.ndim == 5

@@ -39,7 +39,7 @@ from .tracker import CompileCounter, Tracker
 
 
 class Pretraining:
-    """One run: its corpus, model, records and checkpoints. `run` trains, `evaluate` scores."""
+    """One run: its corpus, model, records and checkpoints. `run` trains, `score` scores."""
 
     def __init__(
         self, config: PretrainConfig, model: ModelConfig, corpus: Corpus, folder: pathlib.Path, display: Display
@@ -151,7 +151,8 @@ class Pretraining:
         c, display = self.config, self.display
         peak = peak_flops()
         flops, tokens = flops_per_token(self.model_config, c.context), c.tokens_per_step
-        rate = cosine_schedule(c.optimizer)
+        rates = np.asarray(cosine_schedule(c.optimizer)(np.arange(c.total_steps)))
+        updates = first - int(state.skipped)  # a skipped update does not move the schedule
         times: list[float] = []
 
         def train_step(state, batch):
@@ -161,12 +162,14 @@ class Pretraining:
                 return jax.block_until_ready(self._train_step(state, batch))
 
         def on_metrics(step: int, metrics: dict[str, np.ndarray], seconds: float) -> None:
+            nonlocal updates
             speed = tokens / seconds
             if step > first + 1:
                 times.append(seconds)
             wall = {"seconds": seconds, "tokens_per_second": speed, "mfu": speed * flops / peak.flops}
             wall["compiles"] = self.compiles.count
-            metrics["learning_rate"] = np.asarray(rate(step - 1))
+            metrics["learning_rate"] = rates[updates]
+            updates += 1 - int(metrics["skipped"])
             self.tracker.log(step, metrics, wall)
             balance = f"  MaxVio {metrics['max_violation'].mean():.2f}" if "max_violation" in metrics else ""
             display.step(step, f"loss {metrics['loss'] / np.log(2):.3f} bits  {speed:,.0f} tokens/s{balance}")

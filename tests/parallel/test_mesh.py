@@ -33,7 +33,7 @@ def test_collisions_and_unknown_names(mesh):
 
 def test_train_step_on_a_mesh_equals_one_device(toy, mesh):
     model, optimizer = HybridLM(toy), adamw(OptimizerConfig(total_steps=10))
-    create = lambda key: init_state(model, optimizer, key)  # noqa: E731
+    create = lambda key: init_state(model, optimizer, key)
     state = jax.jit(create)(jax.random.key(0))
     batch = {
         "tokens": jax.random.randint(jax.random.key(1), (4, 14), 0, 64),

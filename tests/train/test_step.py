@@ -111,7 +111,7 @@ def test_balancing_contract(shallow, batch, rule):
     step = jax.jit(make_train_step(model, sgd))
     state, _ = step(state, batch)  # a bias that is not zero
     whole, metrics = step(state, batch)
-    bias_of = lambda s: np.asarray(jax.tree.leaves(s.router_state)[0])  # noqa: E731
+    bias_of = lambda s: np.asarray(jax.tree.leaves(s.router_state)[0])
 
     halves = {name: value.reshape(2, 2, -1) for name, value in batch.items()}
     split, split_metrics = step(state, halves)
