@@ -36,7 +36,7 @@ def moejax_form(implementation, lower_bound):
 def tokamax_form():
     """The peer behind our argument order, or None where it is not installed. Its layout is [H,B,T,D]: no transpose is timed."""
     try:
-        from tokamax.ops import kimi_delta_attention
+        from tokamax.ops import kimi_delta_attention  # pyright: ignore[reportMissingImports]
     except ImportError:
         return None
 

@@ -4,9 +4,12 @@ Shapes: B batch, T tokens, H query/key heads, HV value heads (a multiple of H), 
 N documents of a row. "float32" means float32, or float64 when an input is float64.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 from ..common import accumulation_dtype, require_float, require_rank
 from .gate import check_lower_bound, kda_gate, l2_normalize
@@ -99,9 +102,7 @@ def kda(
         q, k, v_, g, beta = (x.astype(dtype) for x in (q, k, v, g, beta))
         o, final = kda_reference(q, k, v_, g, beta, scale=scale, initial_state=initial_state, documents=documents)
     else:
-        o, final = kda_chunked(
-            q, k, v, g, beta, scale=scale, lower_bound=lower_bound, initial_state=initial_state, documents=documents
-        )
+        o, final = kda_chunked(q, k, v, g, beta, scale=scale, lower_bound=lower_bound, initial_state=initial_state, documents=documents)
     return o.astype(v.dtype), (final if output_final_state else None)
 
 
@@ -128,9 +129,7 @@ def gated_kda(
     lower_bound in [-5.9, 0): g = lower_bound * sigmoid(exp(A_log) (raw_gate + dt_bias)), the Kimi K3 gate; None: the unbounded
     softplus gate of Kimi Linear (see kda_gate). The other arguments, the results and the errors are those of kda.
     """
-    q, k, v, raw_gate, beta_logits, initial_state, segment_ids = _as_arrays(
-        q, k, v, raw_gate, beta_logits, initial_state, segment_ids
-    )
+    q, k, v, raw_gate, beta_logits, initial_state, segment_ids = _as_arrays(q, k, v, raw_gate, beta_logits, initial_state, segment_ids)
     _check_operands(q, k, v, raw_gate, beta_logits, names=("q", "k", "v", "raw_gate", "beta_logits"))
     _check_segments(segment_ids, num_segments, q.shape[:2])
     if segment_ids is not None:  # before the norm and the gate: the gradient of NaN is NaN even under a zero cotangent
@@ -153,7 +152,7 @@ def gated_kda(
     )
 
 
-def _as_arrays(*arrays):
+def _as_arrays(*arrays) -> Any:
     return tuple(None if x is None else jnp.asarray(x) for x in arrays)
 
 
@@ -178,9 +177,7 @@ def _check_operands(q, k, v, g, beta, names=("q", "k", "v", "g", "beta")):
         if x.shape != shape:
             raise ValueError(f"{name} has shape {x.shape}; with q {q.shape} and v {v.shape} it must be {shape}.")
     if value_heads % heads:
-        raise ValueError(
-            f"v has {value_heads} heads and q, k have {heads}; the value heads must be a multiple of the query/key heads."
-        )
+        raise ValueError(f"v has {value_heads} heads and q, k have {heads}; the value heads must be a multiple of the query/key heads.")
 
 
 def _check_segments(segment_ids, num_segments, shape):
@@ -195,7 +192,7 @@ def _check_segments(segment_ids, num_segments, shape):
         raise ValueError(f"segment_ids has shape {segment_ids.shape}; it must be [B,T] = {shape}.")
     if not jnp.issubdtype(segment_ids.dtype, jnp.signedinteger):
         raise ValueError(f"segment_ids has dtype {segment_ids.dtype}; it must be int32 (0 = padding, documents 1, 2, ...).")
-    if isinstance(segment_ids, jax.core.Tracer) or not segment_ids.is_fully_addressable:
+    if isinstance(segment_ids, Tracer) or not segment_ids.is_fully_addressable:
         return  # nothing to read on this host
     ids = np.asarray(segment_ids)
     if ids.min() < 0:

@@ -189,7 +189,8 @@ def _pair_parts(p: Prepared, g, d_reads, d_overlaps):
     grad_q, grad_row = by_row[..., :ROWS, :] * decays.row, by_row[..., ROWS:, :] * decays.row
     by_column = jnp.matmul(_transposed(strips), rows, precision=HIGHEST)  # [...,I,C,K]
     by_column = by_column.reshape(factors.shape) * factors
-    grad_column = jnp.sum(by_column, axis=-4)
+    # Written out: jaxlib 0.10.2's CPU backend crashes in the reduction over this axis that follows a dot.
+    grad_column = sum(by_column[..., i, :, :, :] for i in range(tiles))
     if decays.own is not None:
         later = q * grad_q + k * (grad_row - grad_column)
         return _untiled(grad_q), _untiled(grad_row + grad_column), _untiled(later), None

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from .chunk import Masks, Rows
 
-CHUNK = 32  # on 2 CPU cores 20% (forward) to 25% (gradient) faster than 64: fewer products within a chunk, smaller scratch
+CHUNK = 32  # on one CPU core 20% (forward) and 25% (gradient) faster than 64: fewer products within a chunk, smaller scratch
 
 
 class Packed(NamedTuple):

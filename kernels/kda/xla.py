@@ -9,7 +9,7 @@ window, W = n * C, N documents of a row.
 """
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -47,15 +47,15 @@ def kda_chunked(q, k, v, g, beta, *, scale, lower_bound, initial_state, document
     precision = lax.Precision.DEFAULT if v.dtype == jnp.bfloat16 else lax.Precision.HIGHEST
     plan = Plan(scale, lower_bound, windows, chunks, precision)
     length = windows * chunks * CHUNK
-    operands = (q, k, v, g, beta)
+    operands, run = (q, k, v, g, beta), cast(Any, _core)
     if per_document:
         aligned = aligned_layout(documents, initial_state.shape[1], windows * chunks)
         operands = (_move(x, aligned.source, aligned.used) for x in operands)
-        o, final = _core(plan, *operands, initial_state, aligned.rows)
+        o, final = run(plan, *operands, initial_state, aligned.rows)
         return _move(o, aligned.place, None), final
     layout = None if documents is None else packed_layout(documents, length)
     operands = (jnp.pad(x, [(0, 0), (0, length - tokens)] + [(0, 0)] * (x.ndim - 2)) for x in operands)
-    o, final = _core(plan, *operands, initial_state, layout)
+    o, final = run(plan, *operands, initial_state, layout)
     return o[:, :tokens], final
 
 
@@ -104,7 +104,7 @@ def _over_windows(plan: Plan, body, carry, arrays, starts=None, reverse=False):
     return carry, jax.tree.map(join, joined), stacked
 
 
-def _window(plan: Plan, q, k, v, g, beta, layout, dtype):
+def _window(plan: Plan, q, k, v, g, beta, *, layout, dtype):
     """Chunked operands and what is prepared from them, for one window."""
     repeat = v.shape[2] // q.shape[2]
     q, k = _to_chunks(q, dtype, repeat), _to_chunks(k, dtype, repeat)
@@ -112,9 +112,7 @@ def _window(plan: Plan, q, k, v, g, beta, layout, dtype):
     packed = isinstance(layout, Packed)
     masks = chunk_masks(layout) if packed else None
     rows = None if packed or layout is None else jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1), layout)
-    prepared = one.prepare(
-        q, k, v, g, beta, masks, scale=plan.scale, lower_bound=plan.lower_bound, precision=plan.precision
-    )
+    prepared = one.prepare(q, k, v, g, beta, masks, scale=plan.scale, lower_bound=plan.lower_bound, precision=plan.precision)
     return prepared, g, masks, rows
 
 
@@ -125,8 +123,8 @@ def _forward(plan: Plan, q, k, v, g, beta, initial, layout):
 
     def body(carry, arrays, _):
         *operands, layout = arrays
-        prepared, _, _, rows = _window(plan, *operands, layout, initial.dtype)
-        end, states, y = one.walk(prepared, *carry, table, rows, plan.precision)
+        prepared, _, _, rows = _window(plan, *operands, layout=layout, dtype=initial.dtype)
+        end, states, y = one.walk(prepared, carry[0], carry[1], table, rows, plan.precision)
         o = one.outputs(prepared, states, y, plan.precision)
         return end, (_from_chunks(o, v), carry[0])
 
@@ -135,7 +133,7 @@ def _forward(plan: Plan, q, k, v, g, beta, initial, layout):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _core(plan: Plan, q, k, v, g, beta, initial, layout):
+def _core(plan: Plan, q, k, v, g, beta, initial, layout) -> Any:
     o, final, _ = _forward(plan, q, k, v, g, beta, initial, layout)
     return o, final
 
@@ -154,13 +152,11 @@ def _core_bwd(plan, residuals, cotangents):
 
     def body(carry, arrays, start):
         *operands, layout, d_o = arrays
-        prepared, g_chunks, masks, rows = _window(plan, *operands, layout, initial.dtype)
+        prepared, g_chunks, masks, rows = _window(plan, *operands, layout=layout, dtype=initial.dtype)
         _, states, y = one.walk(prepared, start, table, table, rows, plan.precision)
         d_o = _to_chunks(d_o, initial.dtype)
-        carry, d_ends, d_y = one.walk_back(prepared, d_o, *carry, d_final, rows, plan.precision)
-        grads = one.gradients(
-            prepared, g_chunks, masks, d_o, states, y, d_ends, d_y, scale=plan.scale, precision=plan.precision
-        )
+        carry, d_ends, d_y = one.walk_back(prepared, d_o, carry[0], carry[1], d_final, rows, plan.precision)
+        grads = one.gradients(prepared, g_chunks, masks, d_o, states, y, d_ends, d_y, scale=plan.scale, precision=plan.precision)
         grads = (*grads[:4], grads[4][..., None])
         return carry, (tuple(_from_chunks(x, like) for x, like in zip(grads, operands, strict=True)), None)
 

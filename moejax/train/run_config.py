@@ -16,7 +16,7 @@ from .. import __version__, presets
 from ..config import ModelConfig
 from .optimizers import OptimizerConfig
 
-DEFAULT_STEPS = 240
+DEFAULT_STEPS = 200
 DEFAULT_MINUTES = 4.3  # with 15-20 s of scoring and pictures after it: under 5 minutes
 
 # What a resumed run may be given anew; everything else decides the numbers.
@@ -34,7 +34,7 @@ class PretrainConfig:
     preset: str = "tiny"
     """Model size by name (python -m moejax.presets lists them), or a JSON file that holds a ModelConfig."""
     steps: int | None = None
-    """Optimizer steps, which the learning-rate schedule spans. None: 240, ended after 4.3 minutes if need be."""
+    """Optimizer steps, which the learning-rate schedule spans. None: 200, ended after 4.3 minutes if need be."""
     minutes: float | None = None
     """End cleanly after so many minutes of training (--resume goes on). None: no limit when --steps is given."""
     stop_after: int | None = None
@@ -47,6 +47,8 @@ class PretrainConfig:
     """Tokens of a row."""
     learning_rate: float = 3e-3
     """Peak of the cosine schedule."""
+    warmup_fraction: float = 0.01
+    """Share of the steps in which the learning rate rises to its peak."""
     weight_decay: float = 0.1
     balance: str | None = None
     """Balancing rule: quantile, quantile_exact, sign, load_quantile, median_band, aux_loss, none. None: as preset."""
@@ -100,7 +102,10 @@ class PretrainConfig:
     @property
     def optimizer(self) -> OptimizerConfig:
         return OptimizerConfig(
-            learning_rate=self.learning_rate, total_steps=self.total_steps, weight_decay=self.weight_decay
+            learning_rate=self.learning_rate,
+            total_steps=self.total_steps,
+            warmup_fraction=self.warmup_fraction,
+            weight_decay=self.weight_decay,
         )
 
     @property

@@ -67,7 +67,7 @@ def make_train_step(
         grads, nats, stats = _accumulate(objective, state.params, tokens, segment_ids, stacked)
         loss = nats * scale
         with jax.named_scope("optimizer"):
-            norm = optax.global_norm(grads)
+            norm = optax.tree.norm(grads)
             if clip_norm is not None:
                 shrink = jnp.minimum(1.0, clip_norm / jnp.maximum(norm, 1e-12))
                 grads = jax.tree.map(lambda g: (g * shrink).astype(g.dtype), grads)

@@ -74,9 +74,7 @@ def test_absent_documents(implementation):
         assert np.array_equal(d_states[:, absent], cotangent[:, absent])
     for n, document in enumerate((1, 4)):
         part = [x[:, 128 * n : 128 * (n + 1)] for x in args]
-        alone, state = kda(
-            *part, initial_state=states[:, document], output_final_state=True, implementation=implementation
-        )
+        alone, state = kda(*part, initial_state=states[:, document], output_final_state=True, implementation=implementation)
         assert error(o[:, 128 * n : 128 * (n + 1)], alone) < 1e-6
         assert state is not None and error(final[:, document], state) < 1e-6
     o, final, d_states = run(states, jnp.zeros_like(ids))
@@ -108,9 +106,7 @@ def test_gated_is_kda_of_its_parts(implementation):
     for bound in (-5.0, None):
         whole, _ = gated_kda(q, k, v, raw, logits, A_log, bias, lower_bound=bound, implementation=implementation)
         g = kda_gate(raw, A_log, bias, lower_bound=bound)
-        parts, _ = kda(
-            l2_normalize(q), l2_normalize(k), v, g, jax.nn.sigmoid(logits), lower_bound=bound, implementation=implementation
-        )
+        parts, _ = kda(l2_normalize(q), l2_normalize(k), v, g, jax.nn.sigmoid(logits), lower_bound=bound, implementation=implementation)
         assert np.array_equal(whole, parts)
 
 
@@ -196,9 +192,7 @@ def test_prefix_does_not_depend_on_the_future(lower_bound, packed):
     @jax.jit
     def run(*args):
         def loss(*args):
-            o, _ = kda_chunked(
-                *args, scale=0.25, lower_bound=lower_bound, initial_state=zero, documents=documents, window=128
-            )
+            o, _ = kda_chunked(*args, scale=0.25, lower_bound=lower_bound, initial_state=zero, documents=documents, window=128)
             return jnp.sum(jnp.sin(o[:, :cut])), o[:, :cut]
 
         (_, o), grads = jax.value_and_grad(loss, argnums=range(5), has_aux=True)(*args)

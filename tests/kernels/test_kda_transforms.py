@@ -60,7 +60,7 @@ def test_scan_remat_vmap(operands):
 
     def stack(step, x, operands):
         def body(x, scale):
-            q, k, v, raw, logits, A_log, bias = operands
+            _, k, v, raw, logits, A_log, bias = operands
             return x + gated_kda(x * scale, k, v, raw, logits, A_log, bias)[0], None
 
         return step(body, x, jnp.asarray([1.0, 0.5]))
