@@ -60,7 +60,8 @@ class SubLayers(nn.Module):
     def feed_forward(self, h: jax.Array, segment_ids: jax.Array | None) -> jax.Array:
         """h [B,T,D] -> the feed-forward's output [B,T,D]."""
         with jax.named_scope("dense" if self.spec.dense else "moe"):
-            return self.ffn(self.ffn_norm(h)) if self.spec.dense else self.ffn(self.ffn_norm(h), segment_ids)
+            h = self.ffn_norm(h)
+            return self.ffn(h, segment_ids) if isinstance(self.ffn, LatentMoE) else self.ffn(h)
 
 
 Carry = tuple[jax.Array, jax.Array]
@@ -143,7 +144,7 @@ class Block(nn.Module):
                 Unit,
                 variable_axes={"params": 0, "router_state": 0, **dict.fromkeys(COLLECTIONS, 0)},
                 split_rngs={"params": True},
-                in_axes=nn.broadcast,
+                in_axes=nn.broadcast,  # pyright: ignore[reportArgumentType]
                 length=repeats,
                 unroll=1 if self.config.scan_layers else repeats,
             )

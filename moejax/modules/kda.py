@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
@@ -32,7 +34,7 @@ class KimiDeltaAttention(nn.Module):
         *,
         state: KDAState | None = None,
         return_state: bool = False,
-    ):
+    ) -> Any:
         """x [B,T,D] (already normed) -> y [B,T,D] in x.dtype; with `return_state` -> (y, KDAState)."""
         y, state = kda_layer(
             x,

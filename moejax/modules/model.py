@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import linen as nn
+from jax.core import Tracer
 
 from ..config import ModelConfig
 from ..kernels.common import check_segment_order
@@ -89,9 +90,9 @@ def check_tokens(tokens: jax.Array, segment_ids: jax.Array | None, vocab_size: i
         raise ValueError(
             f"segment_ids is {segment_ids.dtype}{list(segment_ids.shape)}; it must be int32{list(tokens.shape)}, like tokens."
         )
-    if segment_ids is not None and not isinstance(segment_ids, jax.core.Tracer):
+    if segment_ids is not None and not isinstance(segment_ids, Tracer):
         check_segment_order(np.asarray(segment_ids))
-    if not isinstance(tokens, jax.core.Tracer):
+    if not isinstance(tokens, Tracer):
         values = np.asarray(tokens)
         if values.min() < 0 or values.max() >= vocab_size:
             raise ValueError(

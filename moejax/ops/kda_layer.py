@@ -42,7 +42,7 @@ class KDAState(NamedTuple):
     q_history: jax.Array  # [B,W-1,H*K] inputs of the convolution
     k_history: jax.Array  # [B,W-1,H*K]
     v_history: jax.Array  # [B,W-1,G*V]
-    recurrent: jax.Array  # [B,G,K,V] float32
+    recurrent: jax.Array | None  # [B,G,K,V] float32
 
 
 def kda_layer(

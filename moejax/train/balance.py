@@ -24,7 +24,8 @@ PER_TOKEN = ("scores", "mask")
 def by_layer(router_stats: Any) -> Statistics:
     """The `router_stats` collection as one dict a MoE layer."""
     layers: Statistics = {}
-    for path, leaf in flatten_dict(router_stats).items():
+    flat: dict[tuple[str, ...], Any] = flatten_dict(router_stats)
+    for path, leaf in flat.items():
         if path[-1] not in ("aux_loss", "aux_loss_total"):
             layers.setdefault(path[:-1], {})[path[-1]] = leaf
     return layers
@@ -53,7 +54,7 @@ def update_router(
     rule: str, router_state: Any, statistics: Statistics, k: int, strength: BalanceStrength, stacked: bool
 ) -> Any:
     """The router state of the next step: every layer's bias moved by `rule` from the whole step's counts, centred."""
-    flat = flatten_dict(router_state)
+    flat: dict[tuple[str, ...], Any] = flatten_dict(router_state)
 
     def move(stats, bias):
         return updated_bias(rule, stats, bias, k, strength)
@@ -83,7 +84,7 @@ def balance_metrics(config: ModelConfig, statistics: Statistics, router_state: A
     places = layer_paths(config)
     if not places:
         return {}
-    bias = flatten_dict(router_state)
+    bias: dict[tuple[str, ...], Any] = flatten_dict(router_state)
     load = jnp.stack([statistics[path]["load"][index] for path, index in places])
     tokens = jnp.stack([statistics[path]["tokens"][index] for path, index in places])
     biases = jnp.stack([bias[(*path, "bias")][index] for path, index in places])

@@ -81,11 +81,12 @@ def make_train_step(
             lambda new, old: jnp.where(finite, new, old), (params, opt_state, router_state), kept
         )
         skipped = 1 - finite.astype(jnp.int32)
-        state = state.replace(
+        state = TrainState(
             step=state.step + 1,
             params=params,
             opt_state=opt_state,
             router_state=router_state,
+            balance=state.balance,
             skipped=state.skipped + skipped,
         )
         metrics = {"loss": loss, "tokens": count, "grad_norm": norm, "skipped": skipped}
