@@ -3,8 +3,8 @@
     python experiments/bench/lower_bound.py
 
 A tile's pair scores, sum_d q_id k_jd e^(G_i - G_j), as one dense product need the factors e^(G_i - a) and e^(a - G_j) one by one.
-With every gate >= -5 they stay within e^(+-37.5) and fit bfloat16 (which has float32's range). Without a bound they overflow once
-the gates of a tile sum below about -126, and only a pairwise form is left. The table takes keys and gates as in training: unit
+With every gate >= -5 they stay within e^(+-40) and fit bfloat16 (which has float32's range). Without a bound they overflow once
+the gates of a tile sum below about -128, and only a pairwise form is left. The table takes keys and gates as in training: unit
 vectors, gates around each size, all of them equal ("saturated") or spread as `size * sigmoid(normal)`.
 """
 
@@ -14,8 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from moejax.kernels.kda import kda
+from moejax.kernels.kda.layout import CHUNK as ROWS
 from moejax.kernels.kda.pairwise import pair_scores
-from moejax.kernels.kda.tiles import ROWS, column_factors, decay_factors
+from moejax.kernels.kda.tiles import decay_factors
 
 SIZES = (0.1, 1.0, 2.5, 5.0, 5.9, 7.0, 8.0, 8.25, 8.5, 9.0, 12.0, 20.0, 100.0)
 BOUND = -5.0
@@ -32,8 +33,8 @@ def exact_tiles(q, k, g):
 def dense_tiles(q, k, g):
     """The same by one dense product with bfloat16 operands, on the path for gates >= -5: [n,R,R] float32."""
     decays = decay_factors(jnp.asarray(g, jnp.float32), BOUND)
-    rows = jnp.asarray(q, jnp.float32) * decays.row[:, 0]
-    columns = jnp.asarray(k, jnp.float32) * column_factors(decays)[:, 0, 0]
+    rows = jnp.asarray(q, jnp.float32) * decays.row
+    columns = jnp.asarray(k, jnp.float32) * decays.own
     operands = (x.astype(jnp.bfloat16) for x in (rows, columns))
     scores = jnp.einsum("nik,njk->nij", *operands, preferred_element_type=jnp.float32)
     return jnp.where(np.tri(ROWS, dtype=bool), scores, 0)

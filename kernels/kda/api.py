@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from ..common import accumulation_dtype, require_float, require_rank
+from ..common import accumulation_dtype, check_segment_order, require_float, require_rank
 from .gate import check_lower_bound, kda_gate, l2_normalize
 from .reference import kda_reference
 from .segments import document_ids, drop_padding
@@ -73,7 +73,7 @@ def kda(
     stand anywhere, also inside a document, which goes on after it.
     num_segments=N: initial and final state are per document, [B,N,HV,K,V], document i in row i - 1; ids must be <= N. A
     document that is absent returns its initial state. Without it the final state is that of the last document.
-    implementation: None (chosen), "reference" (token by token), "xla" (chunks of 32 tokens).
+    implementation: None (chosen), "reference" (token by token), "xla" (chunks of 16 tokens).
 
     Returns (o [B,T,HV,V] in v.dtype, final state float32, or None unless output_final_state). Differentiable in every float
     input. Bad shapes, dtypes or values raise ValueError before anything is compiled; T = 0 and float16 are among them. Ids that
@@ -195,14 +195,7 @@ def _check_segments(segment_ids, num_segments, shape):
     if isinstance(segment_ids, Tracer) or not segment_ids.is_fully_addressable:
         return  # nothing to read on this host
     ids = np.asarray(segment_ids)
-    if ids.min() < 0:
-        raise ValueError(f"segment_ids holds {ids.min()}; ids are 0 (padding) or 1, 2, ... .")
-    if np.any((ids > 0) & (ids < np.maximum.accumulate(ids, axis=1))):
-        row = int(np.argmax(np.any((ids > 0) & (ids < np.maximum.accumulate(ids, axis=1)), axis=1)))
-        raise ValueError(
-            f"segment_ids of row {row} decrease along T; documents must stand in order 1, 2, ... (0 = padding anywhere). "
-            "Renumber them by first appearance."
-        )
+    check_segment_order(ids)
     if num_segments is not None and ids.max() > num_segments:
         raise ValueError(f"segment_ids holds {ids.max()} but num_segments={num_segments}; ids must be at most num_segments.")
 

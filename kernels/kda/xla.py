@@ -1,10 +1,10 @@
-"""KDA in chunks of 32 tokens with its own gradient, in plain XLA: the form that runs on every platform.
+"""KDA in chunks of 16 tokens with its own gradient, in plain XLA: the form that runs on every platform.
 
 Two levels: a scan over windows of chunks; inside a window everything that does not need the state is done for all chunks at once,
 and a short scan carries the state. The forward pass keeps its inputs and one state a window; the backward pass redoes a window,
 so memory beyond inputs and outputs does not grow with the number of chunks (arrays of size [C,C,K] never exist).
 
-Shapes: B batch, T tokens, H query/key heads, HV value heads, K key channels, V value channels, n chunks of C = 32 tokens in a
+Shapes: B batch, T tokens, H query/key heads, HV value heads, K key channels, V value channels, n chunks of C = 16 tokens in a
 window, W = n * C, N documents of a row.
 """
 
@@ -19,7 +19,10 @@ from . import chunk as one
 from .layout import CHUNK, Packed, aligned_chunks, aligned_layout, chunk_masks, packed_layout
 from .varying import match_varying
 
-WINDOW = 512  # tokens; sets the scratch memory (about 40 arrays of [B,W,HV,K]: caches hold it), not the numbers
+# Numbers of one array [B,W,HV,K] of a window: at 256 KiB the arrays of a window stay in a core's caches (H = 8, K = V = 128,
+# forward: 37 ms where windows of 512 tokens take 65 ms). At least 128 tokens, so that the states kept for the backward pass are
+# no larger than an operand; at most 512. Never by T: the numbers of a prefix must not depend on the length.
+WINDOW_SIZE, WINDOW_TOKENS = 2**16, (128, 512)
 
 
 class Plan(NamedTuple):
@@ -32,14 +35,18 @@ class Plan(NamedTuple):
     precision: lax.Precision
 
 
-def kda_chunked(q, k, v, g, beta, *, scale, lower_bound, initial_state, documents=None, window: int = WINDOW):
+def kda_chunked(q, k, v, g, beta, *, scale, lower_bound, initial_state, documents=None, window: int | None = None):
     """The recurrence of kda_reference in chunks; same arguments and results, and lower_bound as in `kda`.
 
-    q, k, v, g, beta in any of float32, bfloat16, float64; initial_state in the accumulation dtype. `window` is in tokens.
+    q, k, v, g, beta in any of float32, bfloat16, float64; initial_state in the accumulation dtype. `window` is in tokens (None: chosen from
+    the other sizes).
     Rows of several documents: without a state per document, boundaries fall anywhere in a chunk and are masked, nothing is moved;
-    with one (initial_state of rank 5) each document is laid out from a chunk's start, at most 31 tokens more a document.
+    with one (initial_state of rank 5) each document is laid out from a chunk's start, at most 15 tokens more a document.
     """
     tokens = q.shape[1]
+    if window is None:
+        size = q.shape[0] * v.shape[2] * max(q.shape[3], v.shape[3])
+        window = min(max(WINDOW_SIZE // size, WINDOW_TOKENS[0]), WINDOW_TOKENS[1])
     per_document = initial_state.ndim == 5
     needed = aligned_chunks(tokens, initial_state.shape[1]) if per_document else -(-tokens // CHUNK)
     windows = -(-needed * CHUNK // window)
@@ -105,15 +112,14 @@ def _over_windows(plan: Plan, body, carry, arrays, starts=None, reverse=False):
 
 
 def _window(plan: Plan, q, k, v, g, beta, *, layout, dtype):
-    """Chunked operands and what is prepared from them, for one window."""
+    """Chunked v and g, what is prepared from the operands, masks and table rows, for one window."""
     repeat = v.shape[2] // q.shape[2]
     q, k = _to_chunks(q, dtype, repeat), _to_chunks(k, dtype, repeat)
     v, g, beta = (_to_chunks(x, dtype) for x in (v, g, beta))
     packed = isinstance(layout, Packed)
     masks = chunk_masks(layout) if packed else None
     rows = None if packed or layout is None else jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1), layout)
-    prepared = one.prepare(q, k, v, g, beta, masks, scale=plan.scale, lower_bound=plan.lower_bound, precision=plan.precision)
-    return prepared, g, masks, rows
+    return one.prepare(q, k, g, beta, masks, scale=plan.scale, lower_bound=plan.lower_bound), v, g, masks, rows
 
 
 def _forward(plan: Plan, q, k, v, g, beta, initial, layout):
@@ -123,9 +129,8 @@ def _forward(plan: Plan, q, k, v, g, beta, initial, layout):
 
     def body(carry, arrays, _):
         *operands, layout = arrays
-        prepared, _, _, rows = _window(plan, *operands, layout=layout, dtype=initial.dtype)
-        end, states, y = one.walk(prepared, carry[0], carry[1], table, rows, plan.precision)
-        o = one.outputs(prepared, states, y, plan.precision)
+        prepared, v_chunks, _, _, rows = _window(plan, *operands, layout=layout, dtype=initial.dtype)
+        end, o = one.walk(prepared, v_chunks, *carry, table, rows, plan.precision, keep=False)
         return end, (_from_chunks(o, v), carry[0])
 
     (state, table), o, starts = _over_windows(plan, body, (state, table), (q, k, v, g, beta, layout))
@@ -152,12 +157,15 @@ def _core_bwd(plan, residuals, cotangents):
 
     def body(carry, arrays, start):
         *operands, layout, d_o = arrays
-        prepared, g_chunks, masks, rows = _window(plan, *operands, layout=layout, dtype=initial.dtype)
-        _, states, y = one.walk(prepared, start, table, table, rows, plan.precision)
+        prepared, v_chunks, g_chunks, masks, rows = _window(plan, *operands, layout=layout, dtype=initial.dtype)
+        _, (states, x) = one.walk(prepared, v_chunks, start, table, table, rows, plan.precision, keep=True)
+        y = jnp.matmul(prepared.inverse, x, precision=plan.precision)
         d_o = _to_chunks(d_o, initial.dtype)
-        carry, d_ends, d_y = one.walk_back(prepared, d_o, carry[0], carry[1], d_final, rows, plan.precision)
-        grads = one.gradients(prepared, g_chunks, masks, d_o, states, y, d_ends, d_y, scale=plan.scale, precision=plan.precision)
-        grads = (*grads[:4], grads[4][..., None])
+        carry, back = one.walk_back(prepared, d_o, states, y, *carry, d_final, rows, plan.precision)
+        d_q, d_k, d_g, d_beta = one.gradients(
+            prepared, g_chunks, masks, d_o, y, back, scale=plan.scale, precision=plan.precision
+        )
+        grads = (d_q, d_k, back.d_v, d_g, d_beta[..., None])
         return carry, (tuple(_from_chunks(x, like) for x, like in zip(grads, operands, strict=True)), None)
 
     arrays = (q, k, v, g, beta, layout, d_o)

@@ -9,14 +9,15 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from ..kernels.common import accumulation_dtype
+from ..kernels.common import accumulation_dtype, require_float, require_rank
+from .attention import check_segment_ids
 from .kda import gated_kda
 from .norms import rms_norm
 from .short_conv import short_conv
 
 
 class KDAWeights(NamedTuple):
-    """Weights of one KDA layer. Either `gate_proj`, or `gate_down` and `gate_up`, is None."""
+    """Weights of one KDA layer. The output gate is `out_gate`, or `out_gate_down` and `out_gate_up`; the other form is None."""
 
     q_proj: jax.Array  # [D,H,K]
     k_proj: jax.Array  # [D,H,K]
@@ -29,9 +30,9 @@ class KDAWeights(NamedTuple):
     A_log: jax.Array  # [G] float32
     dt_bias: jax.Array  # [G,K] float32
     beta_proj: jax.Array  # [D,G]
-    gate_proj: jax.Array | None  # [D,G,V]
-    gate_down: jax.Array | None  # [D,P]
-    gate_up: jax.Array | None  # [P,G,V]
+    out_gate: jax.Array | None  # [D,G,V]
+    out_gate_down: jax.Array | None  # [D,P]
+    out_gate_up: jax.Array | None  # [P,G,V]
     out_norm: jax.Array  # [V] float32
     out_proj: jax.Array  # [G,V,D]
 
@@ -58,18 +59,31 @@ def kda_layer(
 ) -> tuple[jax.Array, KDAState | None]:
     """Projections, short convolutions, gated KDA, output norm and gate, output projection.
 
+    Source: K3 report section 2.1.1, equations 1-6; `lower_bound=None` and the low-rank output gate are those of Kimi Linear
+    (arXiv 2510.26692).
+
     Args:
-      x: [B,T,D] the layer's normed input.
-      weights: see `KDAWeights`; matrices are cast to x.dtype, gates and norms are computed in float32.
-      lower_bound: lower bound of the log decay in nats, or None for the unbounded softplus gate.
-      norm_eps: epsilon of the output norm.
+      x: [B,T,D] the layer's normed input, float32, bfloat16 or float64; T >= 1.
+      weights: see `KDAWeights`; matrices are cast to x.dtype, gates and norms are computed in float32 (float64 for float64).
+      lower_bound: lower bound of the log decay in nats a token, in [-5.9, 0), or None for the unbounded softplus gate.
+      norm_eps: epsilon of the output norm, > 0.
       state: continues an earlier call (the first document of each row goes on).
-      segment_ids: [B,T] int32; see `kda`.
+      segment_ids: [B,T] int32, 0 = padding, documents 1, 2, ... in order; see `kda`. Convolutions and recurrence restart at
+        each document. Padding is never read (it may hold NaN); y and the gradient of x are 0 there.
       return_state: also return the state after the last document.
+      implementation: of the recurrence; "reference" (token by token), "xla" (chunks), or None to choose; see `kda`.
 
     Returns:
       (y [B,T,D] in x.dtype, KDAState or None).
+
+    Raises:
+      ValueError: shapes or dtypes that do not fit, none or both forms of the output gate, a lower_bound, norm_eps or
+        implementation that is not allowed, segment ids that decrease.
+      NotImplementedError: an implementation of `kda` that this version lacks.
     """
+    _check(x, weights, segment_ids)
+    if segment_ids is not None:  # first of all: NaN at padding would make the gradient of every projection NaN
+        x = jnp.where((segment_ids > 0)[..., None], x, 0)
     q, q_history = _convolved(x, weights.q_proj, weights.q_conv, state and state.q_history, segment_ids)
     k, k_history = _convolved(x, weights.k_proj, weights.k_conv, state and state.k_history, segment_ids)
     v, v_history = _convolved(x, weights.v_proj, weights.v_conv, state and state.v_history, segment_ids)
@@ -107,9 +121,57 @@ def _convolved(x, projection, taps, history, segment_ids):
 def _gated_norm(o, x, weights, eps):
     """Per-head RMS norm, then the sigmoid gate, both in float32: the gate comes after the norm."""
     wide = accumulation_dtype(o)
-    if weights.gate_proj is None:
-        logits = jnp.einsum("btr,rhv->bthv", x @ weights.gate_down.astype(x.dtype), weights.gate_up.astype(x.dtype))
+    if weights.out_gate is None:
+        logits = jnp.einsum("btr,rhv->bthv", x @ weights.out_gate_down.astype(x.dtype), weights.out_gate_up.astype(x.dtype))
     else:
-        logits = jnp.einsum("btd,dhv->bthv", x, weights.gate_proj.astype(x.dtype))
+        logits = jnp.einsum("btd,dhv->bthv", x, weights.out_gate.astype(x.dtype))
     normed = rms_norm(o.astype(wide), weights.out_norm.astype(wide), eps=eps)
     return (normed * jax.nn.sigmoid(logits.astype(wide))).astype(x.dtype)
+
+
+def _check(x, weights, segment_ids):
+    require_rank(3, "[B,T,D]", x=x)
+    require_float(x=x, **weights._asdict())
+    if 0 in x.shape:
+        raise ValueError(f"x has shape {x.shape}; no axis of [B,T,D] may be empty (skip the call when there are no tokens).")
+    check_segment_ids(segment_ids, x.shape[:2])
+    low_rank = (weights.out_gate_down is not None, weights.out_gate_up is not None)
+    if low_rank != (weights.out_gate is None,) * 2:
+        given = [name for name in ("out_gate", "out_gate_down", "out_gate_up") if getattr(weights, name) is not None]
+        raise ValueError(f"output gate weights given: {given}; pass either out_gate, or out_gate_down and out_gate_up.")
+    for name, shape in _expected_shapes(x, weights).items():
+        weight = getattr(weights, name)
+        if tuple(weight.shape) != shape or 0 in shape:
+            raise ValueError(
+                f"{name} has shape {tuple(weight.shape)}; with x {tuple(x.shape)} and the other weights it must be {shape}, no axis empty."
+            )
+    heads, value_heads = weights.q_proj.shape[1], weights.v_proj.shape[1]
+    if value_heads % heads:
+        raise ValueError(f"v_proj has {value_heads} heads and q_proj {heads}; value heads must be a multiple of query/key heads.")
+
+
+def _expected_shapes(x, weights) -> dict[str, tuple[int, ...]]:
+    """Sizes come from x, q_proj (H, K), v_proj (G, V), q_conv (W), decay_down (R) and out_gate_down (P)."""
+    require_rank(3, "[D,heads,channels]", q_proj=weights.q_proj, v_proj=weights.v_proj)
+    require_rank(2, "", q_conv=weights.q_conv, decay_down=weights.decay_down, out_gate_down=weights.out_gate_down)
+    D, (H, K), (G, V) = x.shape[2], weights.q_proj.shape[1:], weights.v_proj.shape[1:]
+    W, R = weights.q_conv.shape[0], weights.decay_down.shape[1]
+    expected = {
+        "q_proj": (D, H, K),
+        "k_proj": (D, H, K),
+        "v_proj": (D, G, V),
+        "q_conv": (W, H * K),
+        "k_conv": (W, H * K),
+        "v_conv": (W, G * V),
+        "decay_down": (D, R),
+        "decay_up": (R, G, K),
+        "A_log": (G,),
+        "dt_bias": (G, K),
+        "beta_proj": (D, G),
+        "out_norm": (V,),
+        "out_proj": (G, V, D),
+    }
+    if weights.out_gate is not None:
+        return expected | {"out_gate": (D, G, V)}
+    P = weights.out_gate_down.shape[1]
+    return expected | {"out_gate_down": (D, P), "out_gate_up": (P, G, V)}
