@@ -7,7 +7,9 @@ Run it as `make demo`, `python -m experiments.pretrain` or `python experiments/p
 from __future__ import annotations
 
 import dataclasses
+import os
 import pathlib
+import shlex
 import sys
 
 import jax
@@ -19,6 +21,7 @@ from moejax.train.pretraining import Pretraining
 from moejax.train.report import summary_lines
 from moejax.train.run_config import (
     PretrainConfig,
+    check_memory,
     check_same_run,
     configure_compile_cache,
     load_run,
@@ -65,9 +68,11 @@ def train(config: PretrainConfig, display: Display) -> int:
     if config.resume:
         folder = pathlib.Path(config.resume)
         _, model = load_run(config.resume)
+        check_memory(config.preset, model)
         corpus = read_corpus(config, display)
     else:
         model = model_config(config, ByteTokenizer.vocab_size)
+        check_memory(config.preset, model)
         corpus = read_corpus(config, display)
         folder = new_run_folder(config)
         write_run(folder, config, model, corpus.manifest.to_dict())
@@ -96,8 +101,14 @@ def show(summary: dict, folder: pathlib.Path, display: Display) -> None:
     display.note("")
     display.note(f"Files: {folder}/ ({', '.join(files)})")
     if summary["step"] < summary["steps"]:
-        display.note(f"Go on:  {PROGRAM} --resume {folder}")
-    display.note(f"Score:  {PROGRAM} --evaluate {folder}")
+        display.note(f"Go on:  {command('--resume', folder)}")
+    display.note(f"Score:  {command('--evaluate', folder)}")
+
+
+def command(option: str, folder: pathlib.Path) -> str:
+    """A line to paste into a shell. By this interpreter and this file: the system's python may not have moejax."""
+    program = [os.path.relpath(sys.executable), os.path.relpath(__file__)]
+    return shlex.join([*program, option, str(folder)])
 
 
 def evaluate(config: PretrainConfig, display: Display) -> int:

@@ -25,6 +25,13 @@ def _positive(owner: object, *names: str) -> None:
             raise ValueError(f"{type(owner).__name__}.{name} is {value!r}; it must be an integer of at least 1.")
 
 
+def _known(owner: type, values: dict[str, Any]) -> None:
+    known = {field.name for field in dataclasses.fields(owner)}
+    if unknown := set(values) - known:
+        names = ", ".join(sorted(known))
+        raise ValueError(f"unknown {owner.__name__} fields: {', '.join(sorted(unknown))}; known: {names}.")
+
+
 def _one_of(owner: object, name: str, allowed: tuple[str, ...]) -> None:
     value = getattr(owner, name)
     if value not in allowed:
@@ -99,13 +106,14 @@ class MLAConfig:
         _one_of(self, "positions", ("none", "rotary"))
         if self.positions == "rotary" and self.rope_dim % 2:
             raise ValueError(f"MLAConfig.rope_dim is {self.rope_dim}; rotary positions need an even number.")
-        if self.positions == "none" and self.rotary_scale != 1.0:
+        if self.positions == "none" and (self.rotary_scale, self.rotary_base) != (1.0, 10000.0):
             raise ValueError(
-                f"MLAConfig.rotary_scale is {self.rotary_scale}, but positions is 'none', which would ignore it; "
-                "set positions='rotary' or drop it."
+                f"MLAConfig has rotary_scale = {self.rotary_scale} and rotary_base = {self.rotary_base}, but positions is "
+                "'none', which would ignore them; set positions='rotary' or drop them."
             )
-        if self.rotary_scale <= 0:
-            raise ValueError(f"MLAConfig.rotary_scale is {self.rotary_scale}; it must be positive.")
+        for name in ("rotary_scale", "rotary_base"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"MLAConfig.{name} is {getattr(self, name)}; it must be positive.")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -175,7 +183,7 @@ class ModelConfig:
     dtype: str | None = None
     """Dtype of the computation; None: bfloat16 on an accelerator, float32 on a CPU."""
     remat: Literal["none", "full"] = "full"
-    """"full": the backward pass recomputes blocks and layers; only block boundaries are kept."""
+    """"full": the backward pass recomputes. residual="block" keeps block boundaries only, the others one stream a layer."""
     scan_layers: bool = True
     """False unrolls the loops over layers. Same parameters, same numbers, a longer compile."""
 
@@ -195,6 +203,11 @@ class ModelConfig:
         for name in ("gate_cap", "up_cap", "norm_eps", "initializer_range"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"ModelConfig.{name} is {getattr(self, name)}; it must be positive.")
+        if self.activation == "swiglu" and (self.gate_cap, self.up_cap) != (4.0, 25.0):
+            raise ValueError(
+                f"ModelConfig has gate_cap = {self.gate_cap} and up_cap = {self.up_cap}, but activation is 'swiglu', which has "
+                "no caps; set activation='situ' or drop them."
+            )
         if self.residual == "full" and self.scan_layers:
             raise ValueError(
                 "ModelConfig.residual='full' gives every layer another number of sources and cannot be scanned; set scan_layers=False."
@@ -224,7 +237,10 @@ class ModelConfig:
         """A changed copy. A dict for `kda`, `mla` or `moe` changes single fields: replace(moe={"balance": "sign"})."""
         for name in ("kda", "mla", "moe"):
             if isinstance(changes.get(name), dict):
-                changes[name] = dataclasses.replace(getattr(self, name), **changes[name])
+                part = getattr(self, name)
+                _known(type(part), changes[name])
+                changes[name] = dataclasses.replace(part, **changes[name])
+        _known(type(self), changes)
         return dataclasses.replace(self, **changes)
 
     def to_dict(self) -> dict[str, Any]:
@@ -235,9 +251,7 @@ class ModelConfig:
     def from_dict(cls, values: dict[str, Any]) -> ModelConfig:
         """The inverse of `to_dict`. An unknown field is an error."""
         parts = {"kda": KDAConfig, "mla": MLAConfig, "moe": MoEConfig}
-        known = {field.name for field in dataclasses.fields(cls)}
-        if unknown := set(values) - known:
-            raise ValueError(
-                f"unknown ModelConfig fields: {', '.join(sorted(unknown))}; known: {', '.join(sorted(known))}."
-            )
+        _known(cls, values)
+        for name, part in parts.items():
+            _known(part, values.get(name, {}))
         return cls(**{key: parts[key](**value) if key in parts else value for key, value in values.items()})

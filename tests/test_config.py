@@ -55,6 +55,10 @@ def test_preset_table_is_printed():
         ({"moe": {"experts_per_token": 32}}, "balance='none'"),
         ({"moe": {"balance": "magic"}}, "quantile_exact"),
         ({"mla": {"rotary_scale": 4.0}}, "positions"),
+        ({"mla": {"rotary_base": 500.0}}, "positions"),
+        ({"activation": "swiglu", "gate_cap": 2.0}, "no caps"),
+        ({"moe": {"expert": 3}}, "unknown MoEConfig fields: expert"),
+        ({"depth": 3}, "unknown ModelConfig fields: depth"),
         ({"hidden": 0}, "at least 1"),
         ({"dense_layers": 9}, r"\[0, layers = 8\]"),
         ({"residual": "full"}, "scan_layers=False"),
@@ -67,6 +71,13 @@ def test_preset_table_is_printed():
 def test_bad_values(changes, message):
     with pytest.raises(ValueError, match=message):
         presets.get("tiny").replace(**changes)
+
+
+def test_one_lower_bound_rule():
+    from moejax.config import MIN_LOWER_BOUND
+    from moejax.kernels.kda.gate import LOWEST_BOUND
+
+    assert MIN_LOWER_BOUND == LOWEST_BOUND
 
 
 def test_unknown_names():

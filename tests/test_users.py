@@ -105,6 +105,11 @@ def test_module_in_an_nnx_model():
     assert "router" in names and "bias" not in names
     np.testing.assert_array_equal(model.moe.bias[...], 0)
     assert np.isfinite(float(value))
+    model.moe(x, mutable=["router_stats"])  # the bridge keeps the counts as variables of the module
+    stats = {name: getattr(model.moe, name)[...] for name in ("load", "tokens", "histogram")}
+    bias = model.moe.bias[...]
+    model.moe.bias[...] = updated_bias("quantile", stats, bias, MOE.experts_per_token, BalanceStrength())
+    assert float(jnp.abs(model.moe.bias[...]).max()) > 0
 
 
 def test_op_on_a_callers_own_mesh():

@@ -1,6 +1,7 @@
 """KDA on this machine's CPU: token scan, chunked form (bounded and unbounded gate) and tokamax's `xla_chunked`, in one run.
 
     python experiments/bench/kda_cpu.py                       # T = 2048, 8192, 32768, B = 1, H = 4, K = V = 64, float32
+    python experiments/bench/kda_cpu.py --heads 8 --channels 128        # a real layer's head: products weigh more than passes
     python experiments/bench/kda_cpu.py --tokens 256 --batch 8 --channels 32
 
 Every call takes raw gates and un-normalised q, k (L2 norm and gate are inside, as in a layer). Before a size is timed the outputs

@@ -33,6 +33,7 @@ def exact_tiles(q, k, g):
 def dense_tiles(q, k, g):
     """The same by one dense product with bfloat16 operands, on the path for gates >= -5: [n,R,R] float32."""
     decays = decay_factors(jnp.asarray(g, jnp.float32), BOUND)
+    assert decays.own is not None  # there is a bound
     rows = jnp.asarray(q, jnp.float32) * decays.row
     columns = jnp.asarray(k, jnp.float32) * decays.own
     operands = (x.astype(jnp.bfloat16) for x in (rows, columns))

@@ -44,7 +44,7 @@ def shifted(x, by: int):
 def decay_factors(g, lower_bound: float | None) -> Decays:
     """All factors of a chunk from its log decays g [...,C,K]; with a lower bound `row` and `own` lie within e^(+-8 * bound).
 
-    The shift centres that range: without it e^-80 times a small key would be flushed to 0 in float32 (measured: output off by
+    The shift centres that range: without it e^-80 times a small entry would be flushed to 0 in float32 (measured: output off by
     1.6e-3 at saturation). Without a bound nothing is divided: e^(decay to the end) is a sum of its own.
     """
     sums = running_sum(g)
@@ -67,7 +67,7 @@ def inverse_unit_lower(lower):
     """
     size = lower.shape[-1]
     row, column = np.arange(size)[:, None], np.arange(size)
-    inverse, width = np.eye(size, dtype=lower.dtype) - jnp.where(row // 2 == column // 2, lower, 0), 2
+    inverse, width = jnp.eye(size, dtype=lower.dtype) - jnp.where(row // 2 == column // 2, lower, 0), 2
     while width < size:
         corner = (row // (2 * width) == column // (2 * width)) & (row // width != column // width)
         product = jnp.matmul(jnp.where(corner, lower, 0), inverse, precision=HIGHEST)

@@ -130,7 +130,7 @@ def _forward(plan: Plan, q, k, v, g, beta, initial, layout):
     def body(carry, arrays, _):
         *operands, layout = arrays
         prepared, v_chunks, _, _, rows = _window(plan, *operands, layout=layout, dtype=initial.dtype)
-        end, o = one.walk(prepared, v_chunks, *carry, table, rows, plan.precision, keep=False)
+        end, o = one.walk(prepared, v_chunks, carry[0], carry[1], table, rows, plan.precision, keep=False)
         return end, (_from_chunks(o, v), carry[0])
 
     (state, table), o, starts = _over_windows(plan, body, (state, table), (q, k, v, g, beta, layout))
@@ -161,10 +161,8 @@ def _core_bwd(plan, residuals, cotangents):
         _, (states, x) = one.walk(prepared, v_chunks, start, table, table, rows, plan.precision, keep=True)
         y = jnp.matmul(prepared.inverse, x, precision=plan.precision)
         d_o = _to_chunks(d_o, initial.dtype)
-        carry, back = one.walk_back(prepared, d_o, states, y, *carry, d_final, rows, plan.precision)
-        d_q, d_k, d_g, d_beta = one.gradients(
-            prepared, g_chunks, masks, d_o, y, back, scale=plan.scale, precision=plan.precision
-        )
+        carry, back = one.walk_back(prepared, d_o, states, y, carry[0], carry[1], d_final, rows, plan.precision)
+        d_q, d_k, d_g, d_beta = one.gradients(prepared, g_chunks, masks, d_o, y, back, scale=plan.scale, precision=plan.precision)
         grads = (d_q, d_k, back.d_v, d_g, d_beta[..., None])
         return carry, (tuple(_from_chunks(x, like) for x, like in zip(grads, operands, strict=True)), None)
 

@@ -141,9 +141,7 @@ def make_corpus(source: str, documents: Iterable[Document], *, skipped: int = 0)
         total += 1
         unique.setdefault(hashlib.sha256(document.data).digest(), document)
     if len(unique) < 2:
-        raise ValueError(
-            f"{source}: {len(unique)} distinct text files; needed: 2, as whole files are held out for scoring."
-        )
+        raise ValueError(f"{source}: {len(unique)} distinct text files; needed: 2, as whole files are held out for scoring.")
     lines = [f"{d.name}\t{len(d.data)}\t{digest.hex()}\n" for digest, d in unique.items()]
     held = {d.name for d in unique.values() if name_hash(d.name) % 100 < HELD_OUT_PERCENT}
     if not held or len(held) == len(unique):

@@ -16,7 +16,7 @@ from .moe import LatentMoE
 from .plan import BlockSpec, LayerSpec
 
 COLLECTIONS = ("router_stats", "intermediates")
-"""Collections that a forward pass may write."""
+"""Collections that a forward pass may write. Gradients do not flow through them (but for the balancing loss)."""
 
 
 class RMSNorm(nn.Module):

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 
 from ..ops.activations import situ_glu, swiglu
+from ..ops.experts import gated_mlp
 
 
 def gated_activation(name: str, gate_cap: float, up_cap: float):
@@ -36,4 +37,4 @@ class FeedForward(nn.Module):
         up = self.param("up_proj", normal, (hidden, self.width), dtype)
         down = self.param("down_proj", normal, (self.width, hidden), dtype)
         activate = gated_activation(self.activation, self.gate_cap, self.up_cap)
-        return activate(x @ gate.astype(x.dtype), x @ up.astype(x.dtype)) @ down.astype(x.dtype)
+        return gated_mlp(x, gate, up, down, activation=activate)

@@ -72,9 +72,9 @@ class KimiDeltaAttention(nn.Module):
             A_log=wide("A_log", nn.initializers.zeros, g),
             dt_bias=wide("dt_bias", dt_bias, g, c.key_dim),
             beta_proj=matrix("beta_proj", hidden, g),
-            gate_proj=matrix("gate_proj", hidden, g, c.value_dim) if full else None,
-            gate_down=None if full else matrix("gate_down", hidden, c.output_gate_rank or 0),
-            gate_up=None if full else matrix("gate_up", c.output_gate_rank or 0, g, c.value_dim),
+            out_gate=matrix("out_gate", hidden, g, c.value_dim) if full else None,
+            out_gate_down=None if full else matrix("out_gate_down", hidden, c.output_gate_rank or 0),
+            out_gate_up=None if full else matrix("out_gate_up", c.output_gate_rank or 0, g, c.value_dim),
             out_norm=wide("out_norm", nn.initializers.ones, c.value_dim),
             out_proj=matrix("out_proj", g, c.value_dim, hidden),
         )

@@ -20,7 +20,8 @@ class HybridLM(nn.Module):
 
     `apply({"params": p, "router_state": r}, tokens, segment_ids)` returns logits. Collections: `params` (gradients see
     nothing else), `router_state` (the selection bias of each MoE layer; changed by the train step, never here) and, when
-    asked for with `mutable=["router_stats"]`, the routing counts of this call. Initialise under `jax.jit`.
+    asked for with `mutable=["router_stats"]`, the routing counts of this call. Initialise under `jax.jit`; `init` runs no
+    layer, so `init_with_output` gives no logits worth reading. With remat="full" only reverse-mode gradients exist.
     """
 
     config: ModelConfig
@@ -34,7 +35,7 @@ class HybridLM(nn.Module):
         Args:
           tokens: [B,T] integers in [0, vocab_size).
           segment_ids: [B,T] int32: 0 = padding, documents 1, 2, ... in order along T; None: one document a row.
-          return_hidden: return the final hidden state [B,T,D] instead, for a loss in chunks (`head_matrix` goes on).
+          return_hidden: return the final hidden state [B,T,D] instead, for a loss in chunks (`params["head"]` goes on).
 
         Returns:
           logits [B,T,V] float32 (float64 when the configuration says so).
@@ -94,7 +95,9 @@ def check_tokens(tokens: jax.Array, segment_ids: jax.Array | None, vocab_size: i
         check_segment_order(np.asarray(segment_ids))
     if not isinstance(tokens, Tracer):
         values = np.asarray(tokens)
-        if values.min() < 0 or values.max() >= vocab_size:
+        if segment_ids is not None and not isinstance(segment_ids, Tracer):
+            values = values[np.asarray(segment_ids) != 0]  # padding may hold any id
+        if values.size and (values.min() < 0 or values.max() >= vocab_size):
             raise ValueError(
                 f"token ids span [{values.min()}, {values.max()}]; they must lie in [0, {vocab_size}), the vocabulary."
             )

@@ -50,6 +50,11 @@ class LayerStack(nn.Module):
                 self._init_group(group, x)
             return StackOutput(x, None, jnp.zeros((), jnp.float32))
         params = [self.get_variable("params", group.name) for group in groups]
+        if missing := [group.name for group, found in zip(groups, params, strict=True) if found is None]:
+            raise ValueError(
+                f"the parameters have no {', '.join(missing)}, which this configuration's layers need; "
+                "they were made for another pattern, depth or residual."
+            )
         states = [self.get_variable("router_state", group.name, {}) for group in groups]
         blocks = [(self._block_fn(group.block), group.repeats) for group in groups]
         if self.config.residual == "plain":

@@ -43,6 +43,10 @@ class BalanceStrength:
     band_high: balancing.Scalar = np.float32(1.2)
     aux_coefficient: balancing.Scalar = np.float32(1e-2)
 
+    def change(self, **strengths: float) -> "BalanceStrength":
+        """A copy with some strengths changed, checked like `create`; a compiled step goes on with it."""
+        return type(self).create(**({name: float(getattr(self, name)) for name in self.__dataclass_fields__} | strengths))
+
     @classmethod
     def create(cls, **strengths: float) -> "BalanceStrength":
         """From Python numbers. ValueError: an unknown name, a value out of range, a band upside down."""

@@ -4,14 +4,15 @@ Shapes: B batch, T tokens, D model width, H query/key heads, G value heads (a mu
 key and a value head, R and P ranks of the decay and output gates, W taps of the convolution.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from ..kernels.common import accumulation_dtype, require_float, require_rank
+from ..kernels.kda.gate import check_lower_bound
 from .attention import check_segment_ids
-from .kda import gated_kda
+from .kda import gated_kda, kda_implementation
 from .norms import rms_norm
 from .short_conv import short_conv
 
@@ -43,7 +44,7 @@ class KDAState(NamedTuple):
     q_history: jax.Array  # [B,W-1,H*K] inputs of the convolution
     k_history: jax.Array  # [B,W-1,H*K]
     v_history: jax.Array  # [B,W-1,G*V]
-    recurrent: jax.Array | None  # [B,G,K,V] float32
+    recurrent: jax.Array  # [B,G,K,V] float32
 
 
 def kda_layer(
@@ -81,7 +82,11 @@ def kda_layer(
         implementation that is not allowed, segment ids that decrease.
       NotImplementedError: an implementation of `kda` that this version lacks.
     """
-    _check(x, weights, segment_ids)
+    check_lower_bound(lower_bound)
+    kda_implementation(implementation=implementation)
+    if not norm_eps > 0:
+        raise ValueError(f"norm_eps={norm_eps!r}; it must be > 0 (an all-zero row would divide by 0).")
+    _check(x, weights, state, segment_ids)
     if segment_ids is not None:  # first of all: NaN at padding would make the gradient of every projection NaN
         x = jnp.where((segment_ids > 0)[..., None], x, 0)
     q, q_history = _convolved(x, weights.q_proj, weights.q_conv, state and state.q_history, segment_ids)
@@ -107,7 +112,9 @@ def kda_layer(
         )
     with jax.named_scope("kda_output"):
         y = jnp.einsum("bthv,hvd->btd", _gated_norm(o, x, weights, norm_eps), weights.out_proj.astype(x.dtype))
-    return y, KDAState(q_history, k_history, v_history, recurrent) if return_state else None
+    if recurrent is None:  # not return_state
+        return y, None
+    return y, KDAState(q_history, k_history, v_history, recurrent)
 
 
 def _convolved(x, projection, taps, history, segment_ids):
@@ -129,9 +136,9 @@ def _gated_norm(o, x, weights, eps):
     return (normed * jax.nn.sigmoid(logits.astype(wide))).astype(x.dtype)
 
 
-def _check(x, weights, segment_ids):
+def _check(x, weights: Any, state, segment_ids):
     require_rank(3, "[B,T,D]", x=x)
-    require_float(x=x, **weights._asdict())
+    require_float(x=x, **weights._asdict(), **({} if state is None else state._asdict()))
     if 0 in x.shape:
         raise ValueError(f"x has shape {x.shape}; no axis of [B,T,D] may be empty (skip the call when there are no tokens).")
     check_segment_ids(segment_ids, x.shape[:2])
@@ -148,9 +155,24 @@ def _check(x, weights, segment_ids):
     heads, value_heads = weights.q_proj.shape[1], weights.v_proj.shape[1]
     if value_heads % heads:
         raise ValueError(f"v_proj has {value_heads} heads and q_proj {heads}; value heads must be a multiple of query/key heads.")
+    if state is not None:
+        _check_state(state, x.shape[0], weights)
 
 
-def _expected_shapes(x, weights) -> dict[str, tuple[int, ...]]:
+def _check_state(state, batch, weights):
+    (H, K), (G, V), W = weights.q_proj.shape[1:], weights.v_proj.shape[1:], weights.q_conv.shape[0]
+    history = (batch, W - 1, H * K)
+    expected = {"q_history": history, "k_history": history, "v_history": (batch, W - 1, G * V), "recurrent": (batch, G, K, V)}
+    for name, shape in expected.items():
+        part = getattr(state, name)
+        if part is None or tuple(part.shape) != shape:
+            raise ValueError(
+                f"state.{name} has shape {None if part is None else tuple(part.shape)}; with these weights and {batch} rows it must be "
+                f"{shape}. Pass the state that a call with return_state=True gave, or None."
+            )
+
+
+def _expected_shapes(x, weights: Any) -> dict[str, tuple[int, ...]]:
     """Sizes come from x, q_proj (H, K), v_proj (G, V), q_conv (W), decay_down (R) and out_gate_down (P)."""
     require_rank(3, "[D,heads,channels]", q_proj=weights.q_proj, v_proj=weights.v_proj)
     require_rank(2, "", q_conv=weights.q_conv, decay_down=weights.decay_down, out_gate_down=weights.out_gate_down)

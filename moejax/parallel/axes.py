@@ -56,7 +56,9 @@ PARAMETER_AXES: dict[str, tuple[str | None, ...]] = {
     "A_log": ("heads",),
     "dt_bias": ("heads", None),
     "beta_proj": ("embed", "heads"),
-    "gate_up": (None, "heads", None),
+    "out_gate": ("embed", "heads", None),
+    "out_gate_down": ("embed", None),
+    "out_gate_up": (None, "heads", None),
     "out_norm": (None,),
     "out_proj": ("heads", None, "embed"),
     # MLA
@@ -69,6 +71,10 @@ PARAMETER_AXES: dict[str, tuple[str | None, ...]] = {
     "v_up": (None, "heads", None),
     "gate": ("embed", "heads", None),
     "out": ("heads", None, "embed"),
+    # dense feed-forward
+    "gate_proj": ("embed", "width"),
+    "up_proj": ("embed", "width"),
+    "down_proj": ("width", "embed"),
     # LatentMoE
     "router": ("embed", None),
     "latent_down": ("embed", None),
@@ -88,14 +94,6 @@ PARAMETER_AXES: dict[str, tuple[str | None, ...]] = {
     "bias": (None,),
 }
 """Logical axes of each parameter by its name; leading axes of scanned layers are replicated."""
-
-AMBIGUOUS_AXES: dict[tuple[str, int], tuple[str | None, ...]] = {
-    ("gate_proj", 3): ("embed", "heads", None),  # KDA's full output gate
-    ("gate_proj", 2): ("embed", "width"),  # dense feed-forward
-    ("up_proj", 2): ("embed", "width"),
-    ("down_proj", 2): ("width", "embed"),
-    ("gate_down", 2): ("embed", None),  # KDA's low-rank output gate
-}
 
 
 def partition_spec(logical: tuple[str | None, ...], mesh: Mesh, rules: AxisRules | None = None) -> PartitionSpec:
@@ -121,12 +119,11 @@ def partition_spec(logical: tuple[str | None, ...], mesh: Mesh, rules: AxisRules
 
 def logical_axes(name: str, ndim: int) -> tuple[str | None, ...]:
     """Logical axes of the parameter `name` with `ndim` axes, the leading ones of scanned layers included."""
-    for stacked in (2, 0):
-        if (name, ndim - stacked) in AMBIGUOUS_AXES:
-            return (None,) * stacked + AMBIGUOUS_AXES[name, ndim - stacked]
     if name not in PARAMETER_AXES:
         raise ValueError(f"parameter {name!r} has no logical axes; add it to moejax.parallel.axes.PARAMETER_AXES.")
     own = PARAMETER_AXES[name]
+    if ndim < len(own):
+        raise ValueError(f"{name!r} has {ndim} axes here; its logical axes are {own}. Shard factored states by hand.")
     return (None,) * (ndim - len(own)) + own
 
 
@@ -137,7 +134,7 @@ def parameter_shardings(tree: Any, mesh: Mesh, rules: AxisRules | None = None) -
     """
 
     def shard(path, leaf):
-        name = next((key.key for key in reversed(path) if hasattr(key, "key")), None)
+        name = next((key.key for key in reversed(path) if isinstance(getattr(key, "key", None), str)), None)
         if name is None or leaf.ndim == 0:
             return NamedSharding(mesh, PartitionSpec())
         spec = partition_spec(logical_axes(name, leaf.ndim), mesh, rules)
@@ -146,9 +143,10 @@ def parameter_shardings(tree: Any, mesh: Mesh, rules: AxisRules | None = None) -
     return jax.tree_util.tree_map_with_path(shard, tree)
 
 
-def batch_sharding(mesh: Mesh, rules: AxisRules | None = None) -> NamedSharding:
-    """The sharding of tokens and segment ids [B,T]."""
-    return NamedSharding(mesh, partition_spec(("batch", "time"), mesh, rules))
+def batch_sharding(mesh: Mesh, rules: AxisRules | None = None, *, micro_batches: bool = False) -> NamedSharding:
+    """The sharding of tokens and segment ids [B,T], or [M,B,T] with `micro_batches`. The mesh must divide B and T."""
+    leading: tuple[None, ...] = (None,) if micro_batches else ()
+    return NamedSharding(mesh, partition_spec((*leading, "batch", "time"), mesh, rules))
 
 
 def _divisible(spec: PartitionSpec, shape: tuple[int, ...], mesh: Mesh) -> PartitionSpec:

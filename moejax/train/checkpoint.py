@@ -17,6 +17,7 @@ import numpy as np
 
 FORMAT = 1
 FILES = "files.json"
+PIECE = 16 << 20  # bytes checksummed at a time: a file of any size costs this much memory
 
 
 class Checkpointer:
@@ -26,8 +27,8 @@ class Checkpointer:
     """
 
     def __init__(self, folder: str | os.PathLike, *, keep: int = 2):
-        if keep < 1:
-            raise ValueError(f"keep={keep}; at least 1 checkpoint must be kept.")
+        if keep < 2:  # Orbax deletes the one before as soon as it has written a step, before our list of files is there
+            raise ValueError(f"keep={keep}; it must be at least 2: one whole checkpoint while the next is written.")
         self.folder = pathlib.Path(folder).absolute()
         self.keep = keep
         self._manager: Any = None
@@ -45,14 +46,14 @@ class Checkpointer:
             "leaves": {name: _describe(leaf) for name, leaf in leaves.items()},
             "metadata": _exact_json(metadata or {}),
         }
-        newest = max(self.steps(), default=-1)
+        first = self._manager is None
+        whole = set(self.steps() if first else self._listed())  # files are read in full once a process, not at every save
+        newest = max(whole, default=-1)
         if step <= newest:
-            raise ValueError(
-                f"step {step} comes after step {newest} in {self.folder}; steps grow, and no checkpoint is overwritten."
-            )
-        if self._manager is None:
+            raise ValueError(f"step {step} comes after step {newest} in {self.folder}; steps grow, and no checkpoint is overwritten.")
+        if first:
             self.folder.mkdir(parents=True, exist_ok=True)
-            self._set_aside_incomplete()
+            self._set_aside_incomplete(whole)
             self._manager = self._open()
         # Orbax refuses arrays without elements; their shape in the record is all there is to keep.
         stored = {name: leaf for name, leaf in leaves.items() if leaf.size}
@@ -113,6 +114,10 @@ class Checkpointer:
             return []
         return [int(p.name) for p in self.folder.iterdir() if p.name.isdecimal() and p.is_dir()]
 
+    def _listed(self) -> list[int]:
+        """The steps whose list of files was written; the files are not read."""
+        return [step for step in self._folders() if (self.folder / str(step) / FILES).is_file()]
+
     def _choose(self, step: int | None) -> int:
         if step is None:
             step = self.latest_step()
@@ -142,21 +147,23 @@ class Checkpointer:
                 "Build the state with the configuration the run was started with.\n" + "\n".join(sorted(lines))
             )
 
-    def _set_aside_incomplete(self) -> None:
-        """Rename what is not whole, so that its step can be written again; nothing is deleted."""
-        for step in self._folders():
-            if _damage(self.folder / str(step)) is not None:
+    def _set_aside_incomplete(self, whole: set[int]) -> None:
+        """Rename what is not whole, so that its step can be written again; nothing is deleted. Process 0 does it."""
+        if jax.process_index() == 0:
+            for step in set(self._folders()) - whole:
                 number = 0
                 while (aside := self.folder / f"incomplete-{step}-{number}").exists():
                     number += 1
                 (self.folder / str(step)).rename(aside)
+        if jax.process_count() > 1:
+            from jax.experimental import multihost_utils
+
+            multihost_utils.sync_global_devices("moejax: incomplete checkpoints are set aside")
 
     def _open(self) -> Any:
         import orbax.checkpoint as ocp
 
-        options = ocp.CheckpointManagerOptions(
-            max_to_keep=self.keep, enable_async_checkpointing=False, cleanup_tmp_directories=True
-        )
+        options = ocp.CheckpointManagerOptions(max_to_keep=self.keep, enable_async_checkpointing=False, cleanup_tmp_directories=True)
         return ocp.CheckpointManager(self.folder, options=options)
 
 
@@ -190,9 +197,7 @@ def _restore_args(ocp: Any, target: jax.ShapeDtypeStruct) -> Any:
     """Without a sharding the host's copy is read: an array committed to a device would compile every program anew."""
     if target.sharding is None:
         return ocp.RestoreArgs(restore_type=np.ndarray)
-    return ocp.ArrayRestoreArgs(
-        restore_type=jax.Array, sharding=target.sharding, global_shape=target.shape, dtype=target.dtype
-    )
+    return ocp.ArrayRestoreArgs(restore_type=jax.Array, sharding=target.sharding, global_shape=target.shape, dtype=target.dtype)
 
 
 def _value(plain: Any, leaf: Any) -> Any:
@@ -219,8 +224,16 @@ def _checksums(folder: pathlib.Path) -> dict[str, list[int]]:
     found = {}
     for path in sorted(folder.rglob("*")):
         if path.is_file() and path.name != FILES:
-            found[path.relative_to(folder).as_posix()] = [path.stat().st_size, zlib.crc32(path.read_bytes())]
+            found[path.relative_to(folder).as_posix()] = [path.stat().st_size, _crc32(path)]
     return found
+
+
+def _crc32(path: pathlib.Path) -> int:
+    value = 0
+    with path.open("rb") as file:
+        while piece := file.read(PIECE):
+            value = zlib.crc32(piece, value)
+    return value
 
 
 def _write_files_list(folder: pathlib.Path) -> None:

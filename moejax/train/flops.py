@@ -1,4 +1,5 @@
-"""FLOPs of the hybrid model, one token at a time, 2 a multiply-add. Norms, softmax and gates are not counted."""
+"""FLOPs of the hybrid model, one token at a time, 2 a multiply-add. Norms, softmax, gates and the
+mixes of depth attention are not counted."""
 
 from __future__ import annotations
 

@@ -46,11 +46,13 @@ def chunked_cross_entropy(
     wide = accumulation_dtype(hidden)
     hidden = jnp.where(valid[:, None], hidden, 0)
     pad = -tokens % chunk
-    parts = (
-        jnp.pad(hidden, ((0, pad), (0, 0))).reshape(-1, chunk, hidden.shape[1]),
-        jnp.pad(jnp.where(valid, targets, 0), (0, pad)).reshape(-1, chunk),
-        jnp.pad(valid, (0, pad)).reshape(-1, chunk),
-    )
+
+    def split(x: jax.Array) -> jax.Array:
+        """[N,...] -> [chunks,chunk,...]. A chunk takes tokens from all over, so that every shard of N works on each."""
+        x = jnp.pad(x, ((0, pad),) + ((0, 0),) * (x.ndim - 1))
+        return jnp.moveaxis(x.reshape(chunk, -1, *x.shape[1:]), 1, 0)
+
+    parts = (split(hidden), split(jnp.where(valid, targets, 0)), split(valid))
     head = head.astype(hidden.dtype)
 
     @jax.checkpoint

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 import jax
+import jax.numpy as jnp
 import optax
 
 NO_DECAY = ("A_log", "dt_bias", "norm_weight", "query", "out_norm", "weight", "q_norm", "kv_norm", "latent_norm")
@@ -59,12 +60,23 @@ def decay_mask(params):
 
 
 def adamw(config: OptimizerConfig) -> optax.GradientTransformation:
-    """AdamW with float32 moments. Gradient clipping belongs to the train step, which reports the norm."""
-    return optax.adamw(
-        cosine_schedule(config),
-        b1=config.b1,
-        b2=config.b2,
-        weight_decay=config.weight_decay,
-        mask=decay_mask,
-        mu_dtype="float32",
+    """AdamW whose moments and arithmetic are float32 (float64 for float64), whatever the parameters' dtype.
+
+    Gradient clipping belongs to the train step, which reports the norm.
+    """
+    inner = optax.adamw(
+        cosine_schedule(config), b1=config.b1, b2=config.b2, weight_decay=config.weight_decay, mask=decay_mask
     )
+
+    def init(params):
+        return inner.init(widened(params))
+
+    def update(updates, state, params=None):
+        return inner.update(widened(updates), state, widened(params))
+
+    return optax.GradientTransformation(init, update)
+
+
+def widened(tree):
+    """Every leaf in at least float32."""
+    return jax.tree.map(lambda leaf: leaf.astype(jnp.promote_types(leaf.dtype, jnp.float32)), tree)

@@ -23,7 +23,7 @@ from ..data import (
     TokenStream,
     valid_targets,
 )
-from ..modules.model import HybridLM
+from ..modules.model import HybridLM, check_tokens
 from .checkpoint import Checkpointer
 from .display import Display
 from .flops import flops_per_token
@@ -41,9 +41,7 @@ from .tracker import CompileCounter, Tracker
 class Pretraining:
     """One run: its corpus, model, records and checkpoints. `run` trains, `score` scores."""
 
-    def __init__(
-        self, config: PretrainConfig, model: ModelConfig, corpus: Corpus, folder: pathlib.Path, display: Display
-    ):
+    def __init__(self, config: PretrainConfig, model: ModelConfig, corpus: Corpus, folder: pathlib.Path, display: Display):
         self.start = time.monotonic()
         self.config, self.model_config, self.corpus, self.folder, self.display = config, model, corpus, folder, display
         self.tokenizer = ByteTokenizer()
@@ -59,6 +57,8 @@ class Pretraining:
         )
         rows = config.batch * config.micro_batches
         self.batches = PackedBatches(train, context=config.context, batch_size=rows, seed=config.seed)
+        first: Any = self.batches.batch(0)  # NumPy arrays: the check reads their values
+        check_tokens(first["tokens"], first["segment_ids"], model.vocab_size)
         self.tracker = Tracker(folder, total_steps=config.total_steps)
         self.checkpoints = Checkpointer(folder / "checkpoint")
         self.compiles = CompileCounter("train_step")
@@ -73,7 +73,9 @@ class Pretraining:
     def initial_state(self) -> Any:
         # It runs once; on a CPU 10 of the 16 s of compiling are LLVM's optimiser, which saves 0.04 s of the run.
         options = {"xla_backend_optimization_level": 0} if jax.default_backend() == "cpu" else None
-        initialise = jax.jit(lambda key: init_state(self.model, self.optimizer, key), compiler_options=options)
+        initialise = jax.jit(
+            lambda key: init_state(self.model, self.optimizer, key, balance=self.config.strength.create()), compiler_options=options
+        )
         return initialise(jax.random.key(self.config.seed))
 
     def state_template(self) -> Any:
@@ -154,10 +156,13 @@ class Pretraining:
         rates = np.asarray(cosine_schedule(c.optimizer)(np.arange(c.total_steps)))
         updates = first - int(state.skipped)  # a skipped update does not move the schedule
         times: list[float] = []
+        compiled = False  # not the counter's word: it listens to an event of JAX that may be renamed
 
         def train_step(state, batch):
-            if self.compiles.count:
+            nonlocal compiled
+            if compiled:
                 return self._train_step(state, batch)
+            compiled = True
             with display.phase("compiling the train step (once; up to two minutes on a small machine)"):
                 return jax.block_until_ready(self._train_step(state, batch))
 

@@ -122,7 +122,15 @@ def _draw_loads(path: pathlib.Path, loads: list, history: list) -> None:
 
 
 def summary_lines(summary: dict[str, Any]) -> list[str]:
-    """The summary of a run as lines of text (docs of the fields: experiments/pretrain.py)."""
+    """The summary of a run as lines of text. Its fields, as summary.json has them:
+
+    preset; step of steps done; ended_by: why it ended early, else "". heldout, bits per byte on the held-out rows: before
+    (None when not scored) and after training, unigram and bigram count models. balance: see `balance_figures`.
+    skipped_updates: not finite, since step 1. speed, of this process: tokens_per_second (median step), mfu (model FLOPs over
+    peak_flops, FLOP/s from peak_source), compile_seconds and compiles of the train step (0 when no step was done),
+    cache_hits (programs taken from the compile cache), seconds in all. sample: prompt and continuation, "" for none.
+    corpus: the `Manifest` of the text. pictures: names of the files drawn.
+    """
     held, lines = summary["heldout"], []
     done = f"{summary['step']} of {summary['steps']} steps"
     early = f", ended early by {summary['ended_by']}" if summary["ended_by"] else ""
@@ -150,12 +158,13 @@ def summary_lines(summary: dict[str, Any]) -> list[str]:
         first, last = summary["balance"]["first"], summary["balance"]["last"]
         lines += [f"  {label:<26}{first[name]:9.3f}{last[name]:16.3f}" for name, label in names]
     speed = summary["speed"]
+    times = "" if speed["compiles"] == 1 else f", {speed['compiles']} compiles"
+    compiled = f", of which the train step's compile {speed['compile_seconds']:.0f} s{times}" if speed["compiles"] else ""
     lines += [
         "",
         f"Speed: {speed['tokens_per_second']:,.0f} tokens/s, MFU {speed['mfu']:.1%} of "
         f"{speed['peak_flops'] / 1e9:,.0f} GFLOP/s ({speed['peak_source']})",
-        f"Time: {speed['seconds']:.0f} s in all, of which the train step's compile {speed['compile_seconds']:.0f} s "
-        f"({speed['compiles']} compile{'' if speed['compiles'] == 1 else 's'})",
+        f"Time: {speed['seconds']:.0f} s in all{compiled}",
     ]
     if summary["sample"]:
         # Sampled bytes may be anything, terminal commands too.

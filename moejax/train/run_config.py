@@ -14,6 +14,9 @@ import jax
 
 from .. import __version__, presets
 from ..config import ModelConfig
+from ..counting import count_parameters
+from ..modules.model import compute_dtype
+from ..ops.balance_rules import BalanceStrength
 from .optimizers import OptimizerConfig
 
 DEFAULT_STEPS = 200
@@ -24,6 +27,59 @@ FREE_ON_RESUME = ("resume", "minutes", "stop_after", "checkpoint_every", "profil
 FREE_ON_RESUME += ("sample_bytes", "temperature", "corpus")  # the corpus is checked by its hash
 FREE_ON_EVALUATE = ("evaluate", "heldout_rows", "corpus", "compile_cache")
 PROFILED_STEPS = (3, 8)  # of this process: past the compile, and few enough for a small trace
+
+STRENGTHS = {  # what each balancing rule reads
+    "quantile": ("ema",),
+    "quantile_exact": ("ema",),
+    "sign": ("step",),
+    "load_quantile": ("step", "quantile"),
+    "median_band": ("band_step", "band_low", "band_high"),
+    "aux_loss": ("aux_coefficient",),
+    "none": (),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Strength:
+    """Strengths of the balancing rule. One that the rule does not read must keep its default; a run keeps them."""
+
+    ema: float = 0.0
+    """quantile, quantile_exact: weight of the old bias, in [0, 1)."""
+    step: float = 1e-3
+    """sign, load_quantile: change of the bias in one step."""
+    quantile: float = 0.5
+    """load_quantile: quantile of the loads above which an expert loses."""
+    band_step: float = 0.1
+    """median_band: change of the bias in one step."""
+    band_low: float = 0.8
+    """median_band: share of the median load below which an expert gains."""
+    band_high: float = 1.2
+    """median_band: share of the median load above which an expert loses."""
+    aux_coefficient: float = 1e-2
+    """aux_loss: factor on the auxiliary loss."""
+
+    def __post_init__(self) -> None:
+        try:
+            self.create()
+        except ValueError as error:
+            raise ValueError(f"--strength: {error}") from None
+
+    def create(self) -> BalanceStrength:
+        """As the train state carries them. ValueError for a value out of range."""
+        return BalanceStrength.create(**dataclasses.asdict(self))
+
+    def check(self, rule: str) -> None:
+        """ValueError naming every strength that was changed and that `rule` does not read."""
+        ignored = [
+            f"--strength.{field.name.replace('_', '-')} {getattr(self, field.name):g}"
+            for field in dataclasses.fields(self)
+            if field.name not in STRENGTHS[rule] and getattr(self, field.name) != field.default
+        ]
+        if ignored:
+            read = ", ".join(name.replace("_", "-") for name in STRENGTHS[rule]) or "none"
+            raise ValueError(
+                f"{', '.join(ignored)} would be ignored: the balancing rule {rule!r} reads {read}. Drop it, or pick another --balance."
+            )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,11 +103,14 @@ class PretrainConfig:
     """Tokens of a row."""
     learning_rate: float = 3e-3
     """Peak of the cosine schedule."""
-    warmup_fraction: float = 0.01
-    """Share of the steps in which the learning rate rises to its peak."""
+    warmup_fraction: float = 0.05
+    """Share of the steps in which the learning rate rises to its peak (K3's 1% would be 2 of 200 steps: experts collapse)."""
     weight_decay: float = 0.1
     balance: str | None = None
     """Balancing rule: quantile, quantile_exact, sign, load_quantile, median_band, aux_loss, none. None: as preset."""
+    strength: Strength = Strength()
+    """Strengths of the balancing rule; those that it does not read must keep their defaults. A run keeps its own: they
+    cannot be given anew with --resume."""
     seed: int = 0
     """Of the initial weights and the order of the text."""
     corpus: str | None = None
@@ -87,9 +146,7 @@ class PretrainConfig:
         if self.minutes is not None and not self.minutes > 0:
             raise ValueError(f"--minutes is {self.minutes}; it must be positive.")
         if self.sample_bytes < 0 or self.temperature < 0:
-            raise ValueError(
-                f"--sample-bytes is {self.sample_bytes}, --temperature {self.temperature}; neither may be negative."
-            )
+            raise ValueError(f"--sample-bytes is {self.sample_bytes}, --temperature {self.temperature}; neither may be negative.")
         if self.sample_bytes and not self.prompt:
             raise ValueError("--prompt is empty; give at least one character, or --sample-bytes 0 for no sample.")
         if self.resume and self.evaluate:
@@ -126,13 +183,16 @@ class PretrainConfig:
 
 
 def model_config(config: PretrainConfig, vocab_size: int) -> ModelConfig:
-    """The model that `config` asks for. ValueError when its vocabulary is smaller than the tokenizer's."""
+    """The model that `config` asks for, with the dtype of this machine written in: a run that goes on elsewhere keeps it.
+
+    ValueError: no such model, a vocabulary smaller than the tokenizer's, a strength that its balancing rule ignores.
+    """
     if config.preset.endswith(".json"):
         try:
-            model = ModelConfig.from_dict(json.loads(pathlib.Path(config.preset).read_text()))
+            model = ModelConfig.from_dict(_json_object(pathlib.Path(config.preset)))
         except FileNotFoundError:
             raise ValueError(f"--preset names the file {config.preset!r}, which does not exist.") from None
-        except (json.JSONDecodeError, TypeError) as error:
+        except (ValueError, TypeError) as error:
             raise ValueError(f"--preset {config.preset!r} holds no ModelConfig: {error}") from None
     else:
         model = presets.get(config.preset)
@@ -140,7 +200,37 @@ def model_config(config: PretrainConfig, vocab_size: int) -> ModelConfig:
         model = model.replace(moe={"balance": config.balance})
     if model.vocab_size < vocab_size:
         raise ValueError(f"the model's vocab_size is {model.vocab_size}; the byte tokenizer needs {vocab_size}.")
-    return model
+    config.strength.check(model.moe.balance)
+    return model.replace(dtype=str(compute_dtype(model)))
+
+
+def check_memory(name: str, model: ModelConfig, memory: int | None = None) -> None:
+    """ValueError when training `model` cannot fit: 16 bytes a float32 parameter (itself, gradient, two moments).
+
+    memory: bytes; None: what the first device may use, or the host's when that is a CPU. Activations come on top, so a
+    model that passes may still be too large.
+    """
+    memory = _device_memory() if memory is None else memory
+    parameters = count_parameters(model).total
+    size = jax.numpy.dtype(model.param_dtype).itemsize
+    needed = parameters * (2 * size + 2 * max(size, 4))  # moments are float32 at least
+    if memory and needed > memory:
+        raise ValueError(
+            f"--preset {name}: {parameters / 1e6:,.1f} million parameters need {needed / 2**30:,.0f} GiB (parameters, gradient and two "
+            f"moments), and the memory here is {memory / 2**30:,.1f} GiB. Take a smaller model (python -m moejax.presets lists them with "
+            "their sizes; tiny runs anywhere), or a device with more memory: this job trains on one."
+        )
+
+
+def _device_memory() -> int | None:
+    """Bytes; None where the platform does not say."""
+    device = jax.devices()[0]
+    if device.platform != "cpu":
+        return (device.memory_stats() or {}).get("bytes_limit")
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, OSError, ValueError):
+        return None
 
 
 def new_run_folder(config: PretrainConfig) -> pathlib.Path:
@@ -169,14 +259,38 @@ def load_run(folder: str) -> tuple[PretrainConfig, ModelConfig]:
     path = pathlib.Path(folder) / "config.json"
     if not path.is_file():
         raise ValueError(f"{folder!r} is no run folder: it has no config.json (runs lie in runs/, or in --out).")
-    record = json.loads(path.read_text())
-    return PretrainConfig(**record["config"]), ModelConfig.from_dict(record["model"])
+    try:
+        record = _json_object(path)
+        missing = [name for name in ("config", "model") if not isinstance(record.get(name), dict)]
+        if missing:
+            raise ValueError(f"it has no {' and no '.join(missing)}.")
+        settings = _known("PretrainConfig", PretrainConfig, record["config"])
+        if "strength" in settings:
+            settings["strength"] = Strength(**_known("strength", Strength, settings["strength"]))
+        return PretrainConfig(**settings), ModelConfig.from_dict(record["model"])
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{path} cannot be used: {error}") from None
+
+
+def _json_object(path: pathlib.Path) -> dict[str, Any]:
+    values = json.loads(path.read_text())
+    if not isinstance(values, dict):
+        raise ValueError(f"it holds a {type(values).__name__}, not an object.")
+    return values
+
+
+def _known(name: str, kind: type, values: dict[str, Any]) -> dict[str, Any]:
+    """A copy of `values`. ValueError naming those that are no fields of the dataclass `kind`."""
+    known = {field.name for field in dataclasses.fields(kind)}
+    if unknown := sorted(set(values) - known):
+        raise ValueError(f"unknown {name} fields: {', '.join(unknown)}. They may come from another version of moejax.")
+    return dict(values)
 
 
 def check_same_run(saved: PretrainConfig, given: PretrainConfig) -> None:
     """ValueError naming every setting that a resumed run, or its evaluation, may not change, with both values."""
     free = FREE_ON_EVALUATE if given.evaluate else FREE_ON_RESUME
-    before, now = saved.to_dict(), given.to_dict()
+    before, now = _flat(saved.to_dict()), _flat(given.to_dict())
     changed = [
         f"--{name.replace('_', '-')}: the run has {before[name]!r}, given is {now[name]!r}"
         for name in before
@@ -184,6 +298,14 @@ def check_same_run(saved: PretrainConfig, given: PretrainConfig) -> None:
     ]
     if changed:
         raise ValueError("a run keeps the settings it was started with.\n  " + "\n  ".join(changed))
+
+
+def _flat(values: dict[str, Any]) -> dict[str, Any]:
+    """{"strength": {"ema": 0}} -> {"strength.ema": 0}: names as the command line has them."""
+    flat = {}
+    for name, value in values.items():
+        flat |= {f"{name}.{inner}": v for inner, v in value.items()} if isinstance(value, dict) else {name: value}
+    return flat
 
 
 def configure_compile_cache(setting: str) -> pathlib.Path | None:

@@ -22,6 +22,7 @@ from .balance import (
     update_router,
 )
 from .loss import chunked_cross_entropy, next_token_targets
+from .optimizers import widened
 from .state import TrainState
 
 Batch = dict[str, jax.Array]
@@ -34,8 +35,8 @@ def make_train_step(
     """Build step(state, batch) -> (state, metrics), pure; jit it with `donate_argnums=0`.
 
     The loss is the sum over valid tokens of all micro-batches divided by their count, in nats. The selection bias moves
-    once, from the counts of the whole step, for the next step. When the loss or the gradient is not finite, parameters,
-    optimizer and router stay bit for bit and only `step` and `skipped` advance.
+    once, from the counts of the whole step, for the next step. When the loss, the gradient or the new bias is not finite,
+    or no target counts, parameters, optimizer and router stay bit for bit and only `step` and `skipped` advance.
 
     Args:
       model: the model; its configuration names the balancing rule.
@@ -70,12 +71,14 @@ def make_train_step(
             norm = optax.tree.norm(grads)
             if clip_norm is not None:
                 shrink = jnp.minimum(1.0, clip_norm / jnp.maximum(norm, 1e-12))
-                grads = jax.tree.map(lambda g: (g * shrink).astype(g.dtype), grads)
+                grads = jax.tree.map(lambda g: g * shrink, grads)
             updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
             params = optax.apply_updates(state.params, updates)
         k = config.moe.experts_per_token
         router_state = update_router(config.moe.balance, state.router_state, stats, k, state.balance, stacked)
-        finite = jnp.isfinite(loss) & jnp.isfinite(norm)
+        finite = jnp.isfinite(loss) & jnp.isfinite(norm) & (count > 0)
+        for bias in jax.tree.leaves(router_state):  # a NaN where no target stands reaches the bias alone
+            finite &= jnp.all(jnp.isfinite(bias))
         kept = (state.params, state.opt_state, state.router_state)
         params, opt_state, router_state = jax.tree.map(
             lambda new, old: jnp.where(finite, new, old), (params, opt_state, router_state), kept
@@ -148,7 +151,11 @@ def _cross_entropy(hidden, head, tokens, segment_ids, chunk) -> jax.Array:
 
 def _accumulate(objective, params, tokens, segment_ids, stacked: bool) -> tuple[Any, jax.Array, Statistics]:
     """Gradients, nats and statistics of all micro-batches: summed, except per-token statistics, which are joined."""
-    gradient = jax.grad(objective, has_aux=True)
+
+    def gradient(*arguments):
+        grads, aux = jax.grad(objective, has_aux=True)(*arguments)
+        return widened(grads), aux  # sums and norms of bfloat16 gradients keep 8 bits
+
     if tokens.shape[0] == 1:
         grads, (nats, stats) = gradient(params, tokens[0], segment_ids[0])
         return grads, nats, stats

@@ -14,7 +14,7 @@ import numpy as np
 
 COMPILED = "/jax/core/compile/backend_compile_duration"
 CACHE_HIT = "/jax/compilation_cache/cache_hits"
-LOAD_SNAPSHOTS = 64  # of [L,E] counts a run: enough for a picture, 5 MB each at 92 layers of 896 experts as text
+LOAD_SNAPSHOTS = 64  # of [L,E] counts a run: enough for a picture, 0.5 MB each at 92 layers of 896 experts as text
 
 
 class JsonLines:
@@ -54,7 +54,7 @@ class Tracker:
         self.metrics = JsonLines(folder / "metrics.jsonl")
         self.load = JsonLines(folder / "expert_load.jsonl")
         self.heldout = JsonLines(folder / "heldout.jsonl")
-        self._load_every = max(1, -(-total_steps // LOAD_SNAPSHOTS))
+        self._load_every = max(1, -(-total_steps // (LOAD_SNAPSHOTS - 1)))  # step 1 is one more
 
     def log(self, step: int, metrics: dict[str, Any], wall: dict[str, float]) -> dict[str, Any]:
         """Write the host metrics of `step` (numbers and arrays [L]; expert_load [L,E] goes to its own file)."""

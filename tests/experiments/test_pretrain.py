@@ -1,20 +1,40 @@
 """The main job end to end, as someone would start it: whole runs of a very small model in processes of their own."""
 
 import dataclasses
+import functools
 import json
 import os
 import pathlib
+import shlex
 import signal
 import subprocess
 import sys
+import types
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from moejax import presets
+from moejax.counting import count_parameters
 from moejax.data import folder_corpus, synthetic_corpus
+from moejax.ops import BALANCE_RULES, BalanceStrength, route, router_statistics, updated_bias
 from moejax.train.checkpoint import Checkpointer
-from moejax.train.run_config import PretrainConfig, check_same_run, load_run, model_config, new_run_folder
+from moejax.train.display import Display
+from moejax.train.loop import StopRequest
+from moejax.train.pretraining import Pretraining
+from moejax.train.run_config import (
+    STRENGTHS,
+    PretrainConfig,
+    Strength,
+    check_memory,
+    check_same_run,
+    load_run,
+    model_config,
+    new_run_folder,
+    write_run,
+)
 
 ROOT = pathlib.Path(__file__).parents[2]
 STEPS = 6
@@ -52,7 +72,7 @@ def _new_run(workshop, out):
     return [
         *("--preset", str(workshop / "model.json"), "--corpus", str(workshop / "corpus"), "--out", str(workshop / out)),
         *("--steps", str(STEPS), "--batch", "2", "--context", "24", "--heldout-rows", "3", "--checkpoint-every", "4"),
-        *("--sample-bytes", "3"),
+        *("--sample-bytes", "3", "--strength.ema", "0.25"),
     ]
 
 
@@ -145,10 +165,15 @@ def test_ctrl_c_ends_cleanly_with_a_checkpoint_and_a_summary(interrupted):
 
 
 def test_a_resumed_run_has_the_numbers_of_an_uninterrupted_one(workshop, whole, interrupted):
-    run, _ = interrupted
-    done = _execute(_command(workshop, "--resume", str(run)))
+    """By the very line that the run printed, and with --profile, which must not change a number."""
+    run, output = interrupted
+    (line,) = [line for line in output.splitlines() if line.startswith("Go on:")]
+    printed = shlex.split(line.removeprefix("Go on:"))
+    done = _execute([*printed, "--profile", "--compile-cache", str(workshop / "cache")])
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "going on after step 1" in done.stdout
+    assert "going on after step 1" in done.stdout and "profile/" in done.stdout
+    traces = [path for path in (run / "profile").rglob("*.xplane.pb") if path.stat().st_size]
+    assert len(traces) == 1
 
     def deterministic(folder):
         return [{k: v for k, v in record.items() if k != "wall"} for record in _lines(folder / "metrics.jsonl")]
@@ -190,6 +215,105 @@ def test_other_text_or_settings_are_refused_with_both_values(workshop, whole, tm
     assert "--batch: the run has 2, given is 3" in error and "--seed: the run has 0, given is 9" in error
     assert main(["--evaluate", run, "--minutes", "3", *cache]) == 2
     assert "--minutes: the run has None, given is 3.0" in capsys.readouterr().err
+    assert main(["--resume", run, "--strength.ema", "0.5", *cache]) == 2
+    assert "--strength.ema: the run has 0.25, given is 0.5" in capsys.readouterr().err
+
+
+def test_the_state_carries_the_strengths_that_were_given(whole, workshop):
+    config, model = load_run(str(whole[0]))
+    state, step = Pretraining(config, model, folder_corpus(workshop / "corpus"), whole[0], Display()).restore()
+    assert step == STEPS and float(state.balance.ema) == 0.25 and float(state.balance.step) == np.float32(1e-3)
+
+
+def test_every_strength_is_the_default_of_the_rules_and_read_where_the_table_says():
+    assert Strength().create() == BalanceStrength()
+    assert STRENGTHS.keys() == BALANCE_RULES.keys()
+    logits = jax.random.normal(jax.random.key(0), (64, 8)) + jnp.linspace(-1, 1, 8)
+    bias, other = jnp.linspace(-0.1, 0.1, 8), {"ema": 0.5, "quantile": 0.9, "band_low": 0.2, "band_high": 4.0}
+    for rule in set(STRENGTHS) - {"aux_loss"}:  # its strength is a factor on the loss
+        statistics = router_statistics(rule, route(logits, bias, 2), logits, bias, 2)
+        update = jax.jit(functools.partial(updated_bias, rule, statistics, bias, 2))
+        usual = update(BalanceStrength())
+        for field in dataclasses.fields(Strength):
+            strength = Strength(**{field.name: other.get(field.name, 0.05)})
+            changed = bool((update(strength.create()) != usual).any())
+            assert changed == (field.name in STRENGTHS[rule]), (rule, field.name)
+            if changed:
+                strength.check(rule)
+            else:
+                with pytest.raises(ValueError, match="would be ignored"):
+                    strength.check(rule)
+
+
+def test_the_compile_is_announced_once_whatever_the_counter_hears(tmp_path):
+    """The counter listens to an event of JAX; when JAX renames it, no step may wait for its result or be announced."""
+    phases, steps = [], []
+    display = Display()
+    phase = display.phase
+    display.phase = lambda text: phases.append(text) or phase(text)  # pyright: ignore
+    display.step = lambda step, figures: steps.append(step)  # pyright: ignore
+    fake = types.SimpleNamespace(
+        **{"config": PretrainConfig(steps=4), "model_config": presets.get("tiny"), "display": display, "start": 0.0},
+        tracker=types.SimpleNamespace(log=lambda *record: None),
+        compiles=types.SimpleNamespace(count=0, seconds=0.0, cache_hits=0),
+        **{"batch": lambda index: index, "save": lambda step, state: None, "_profiler": lambda first: lambda step: None},
+        _train_step=lambda state, batch: (state, {"loss": jnp.float32(1), "skipped": jnp.int32(0)}),
+    )
+    result = Pretraining._train(fake, types.SimpleNamespace(skipped=0), 0, StopRequest())  # pyright: ignore
+    assert result.step == 4 and steps == [1, 2, 3, 4]
+    assert len(phases) == 1 and phases[0].startswith("compiling the train step")
+
+
+def test_ids_outside_the_vocabulary_are_refused_before_anything_is_compiled(tmp_path):
+    corpus = synthetic_corpus(documents=30, mean_words=40)
+    with pytest.raises(ValueError, match=r"token ids span \[\d+, 25\d\]; they must lie in \[0, 200\), the vocabulary"):
+        Pretraining(PretrainConfig(), presets.get("tiny").replace(vocab_size=200), corpus, tmp_path, Display())
+
+
+def test_a_new_run_writes_down_the_dtype_that_it_computes_in(monkeypatch):
+    assert presets.get("tiny").dtype is None and model_config(PretrainConfig(), 320).dtype == "float32"
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    assert model_config(PretrainConfig(), 320).dtype == "bfloat16"
+
+
+def test_a_model_larger_than_the_memory_is_refused():
+    model = presets.get("tiny")
+    needed = 16 * count_parameters(model).total
+    check_memory("tiny", model, needed)
+    with pytest.raises(ValueError, match=r"tiny: 4\.2 million parameters need 0 GiB .* memory here is 0\.1 GiB"):
+        check_memory("tiny", model, needed - 1)
+    with pytest.raises(ValueError, match="memory here is"):  # float32 moments
+        check_memory("tiny", model.replace(param_dtype="bfloat16"), needed * 3 // 4 - 1)
+    check_memory("tiny", model.replace(param_dtype="bfloat16"), needed * 3 // 4)
+
+
+@pytest.mark.parametrize(
+    ("harm", "message"),
+    [
+        (lambda record: record["config"].update(lucky=7), "unknown PretrainConfig fields: lucky"),
+        (lambda record: record["config"]["strength"].update(wish=1), "unknown strength fields: wish"),
+        (lambda record: record["model"].update(lucky=7), "unknown ModelConfig fields: lucky"),
+        (lambda record: record["model"]["moe"].update(luck=7), "unknown MoEConfig fields: luck"),
+        (lambda record: record["config"].update(steps="many"), "cannot be used"),
+        (lambda record: record.pop("model"), "no model"),
+    ],
+)
+def test_a_run_folder_that_cannot_be_read_is_one_message(harm, message, tmp_path, capsys):
+    from experiments.pretrain import main
+
+    config = PretrainConfig()
+    write_run(tmp_path, config, model_config(config, 320), {})
+    path = tmp_path / "config.json"
+    record = json.loads(path.read_text())
+    harm(record)
+    path.write_text(json.dumps(record))
+    assert main(["--resume", str(tmp_path), "--compile-cache", "none"]) == 2
+    error = capsys.readouterr().err
+    assert message in error and str(path) in error and error.startswith("error: ")
+    if "model" in record:
+        (tmp_path / "model.json").write_text(json.dumps(record["model"] | {"lucky": 7}))
+        assert main(["--preset", str(tmp_path / "model.json"), "--compile-cache", "none"]) == 2
+        assert "unknown ModelConfig fields: lucky" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -206,6 +330,9 @@ def test_other_text_or_settings_are_refused_with_both_values(workshop, whole, tm
         (["--resume", "nowhere"], "'nowhere' is no run folder"),
         (["--steps", "9", "--stop-after", "2", "--profile"], "--profile records from step 3"),
         (["--prompt", ""], "--prompt is empty"),
+        (["--strength.ema", "1"], "--strength: ema is 1.0; it must be in [0, 1)"),
+        (["--strength.step", "0.1"], "--strength.step 0.1 would be ignored: the balancing rule 'quantile' reads ema"),
+        (["--preset", "kimi_k3"], "--preset kimi_k3: 2,779,484.4 million parameters need 41,418 GiB"),
     ],
 )
 def test_bad_input_is_one_message_and_leaves_no_folder(arguments, message, tmp_path, capsys, monkeypatch):
@@ -226,8 +353,6 @@ def test_run_folders_never_collide_and_settings_round_trip(tmp_path):
     config = PretrainConfig(out=str(tmp_path / "runs"), steps=5)
     folders = {new_run_folder(config) for _ in range(3)}
     assert len(folders) == 3 and all(folder.is_dir() for folder in folders)
-    from moejax.train.run_config import write_run
-
     folder = folders.pop()
     model = model_config(dataclasses.replace(config, balance="sign"), 320)
     assert model.moe.balance == "sign"

@@ -150,6 +150,20 @@ def test_no_forgetting(x64):
         assert value < 3 * max(found["small", n], 3e-7), (name, n, found)
 
 
+@pytest.mark.parametrize("lower_bound", [-5.0, None])
+def test_extremes_of_the_gate(lower_bound):
+    """g = 0 keeps the state bit for bit over many chunks; small queries survive e^-80, which float32 can barely hold."""
+    rng = np.random.default_rng(6)
+    q, k, v = (jnp.asarray(normal(rng, 1, 160, 2, 8), jnp.float32) for _ in range(3))
+    state = jnp.asarray(normal(rng, 1, 2, 8, 8), jnp.float32)
+    run = jit(lambda q, k, v, g, beta: kda(q, k, v, g, beta, lower_bound=lower_bound, initial_state=state, output_final_state=True))
+    _, final = run(q, k, v, jnp.zeros_like(k), jnp.zeros_like(v[..., 0]))
+    assert np.array_equal(final, state)
+    args = (1e-4 * q, l2_normalize(k), v, jnp.full_like(k, -5.0), jnp.ones_like(v[..., 0]))
+    wanted, _ = kda(*args, initial_state=state, implementation="reference")
+    assert error(run(*args)[0][:, 16:], wanted[:, 16:]) < 1e-5
+
+
 @pytest.mark.parametrize("implementation", ["reference", "xla"])
 def test_large_state(implementation):
     """attention-gym 464: a large float32 state and a tiny cotangent survive; float16 operands are refused."""

@@ -1,5 +1,6 @@
 """KDA against vectors computed in float64 by an independent implementation (tests/golden/kda): values and every gradient."""
 
+import functools
 import pathlib
 
 import jax
@@ -23,26 +24,30 @@ def error(value, wanted) -> float:
     return float(np.max(np.abs(np.asarray(value, np.float64) - wanted)) / max(np.max(np.abs(wanted)), 1e-300))
 
 
+@functools.cache
+def compiled(op, bound, implementation, documents):
+    """Values and gradients of one form; jit compiles it once for all files of a shape."""
+    more = {"lower_bound": bound, "output_final_state": True, "implementation": implementation, "num_segments": documents}
+
+    def run(args, cotangents, ids):
+        out, vjp = jax.vjp(lambda *a: op(*a[:-1], initial_state=a[-1], segment_ids=ids, **more), *args)
+        return out, vjp(cotangents)
+
+    return jax.jit(run, compiler_options=QUICK)
+
+
 def errors(data, bound, implementation, dtype):
     """(largest error of the outputs, of the gradients) for one file."""
     names = RAW if "in_raw" in data else PLAIN
     args = [jnp.asarray(data["in_" + name], dtype) for name in names]
-    cotangents = [jnp.asarray(data[name], dtype) for name in ("in_wo", "in_ws")]
-    packed = "segment_ids" in data
-    more = {}
-    if packed:  # ids count from 0 in the files; states are per document
-        args[-1], cotangents[1] = args[-1][None], cotangents[1][None]
-        ids = jnp.asarray(data["segment_ids"] + 1, jnp.int32)
-        more = {"segment_ids": ids, "num_segments": args[-1].shape[1]}
-    more |= {"lower_bound": bound, "output_final_state": True, "implementation": implementation}
-    op = gated_kda if names is RAW else kda
-
-    def run(*args):
-        out, vjp = jax.vjp(lambda *a: op(*a[:-1], initial_state=a[-1], **more), *args)
-        return out, vjp(tuple(cotangents))
-
-    (o, state), grads = jax.jit(run, compiler_options=QUICK)(*args)
-    state, last = (x[0] if packed else x for x in (state, grads[-1]))
+    w_o, w_state = (jnp.asarray(data[name], dtype) for name in ("in_wo", "in_ws"))
+    ids, documents = None, None
+    if "segment_ids" in data:  # ids count from 0 in the files; states are per document
+        args[-1], w_state = args[-1][None], w_state[None]
+        ids, documents = jnp.asarray(data["segment_ids"] + 1, jnp.int32), args[-1].shape[1]
+    run = compiled(gated_kda if names is RAW else kda, bound, implementation, documents)
+    (o, state), grads = run(args, (w_o, w_state), ids)
+    state, last = (x if ids is None else x[0] for x in (state, grads[-1]))
     grads = dict(zip(names, (*grads[:-1], last), strict=True))
     return (
         max(error(o, data["out_o"]), error(state, data["out_state"])),

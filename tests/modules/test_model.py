@@ -101,8 +101,12 @@ def layerwise(config, variables, tokens, segment_ids):
 
 @pytest.mark.parametrize(
     "changes",
-    [{"residual_block": 3}, {"residual": "plain"}],
-    ids=["one block", "plain"],
+    [
+        {"residual_block": 3},
+        {"residual": "plain", "layers": 6, "pattern": "KM"},  # one dense KDA layer, (MLA, KDA) twice, MLA
+        {"layers": 7, "pattern": "M", "residual_block": 3},  # blocks dense + 2, 3 and 1: runs of equal layers inside blocks
+    ],
+    ids=["one block", "plain, repeated unit", "blocks of repeated layers"],
 )
 def test_matches_layer_by_layer(toy, noisy, changes):
     config = toy.replace(**changes)
@@ -143,6 +147,23 @@ def test_remat_of_a_repeated_block(toy, noisy):
     ]
     np.testing.assert_allclose(results[0][0], results[1][0], rtol=1e-12)
     assert_close(results[1][1], results[0][1], 1e-10)
+
+
+def test_remat_of_repeated_layers_inside_blocks(toy, noisy):
+    """Runs of equal layers inside a block: scanned with recomputation, and unrolled without, against layer by layer."""
+    config = toy.replace(layers=7, pattern="M", residual_block=3)
+    variables = init(config)
+    params = noisy(variables["params"], jax.random.key(1), 0.2)
+    weights = jax.random.normal(jax.random.key(9), (*TOKENS.shape, config.vocab_size))
+
+    def expected(params):
+        logits = layerwise(config, variables | {"params": params}, TOKENS, SEGMENTS)
+        return jnp.sum(jnp.where((SEGMENTS != 0)[..., None], logits * weights, 0))
+
+    want = jax.jit(jax.grad(expected))(params)
+    for changes in ({"remat": "full"}, {"scan_layers": False}):
+        loss = loss_of(config.replace(**changes), variables["router_state"])
+        assert_close(jax.jit(jax.grad(loss))(params, TOKENS), want, 1e-9)
 
 
 def test_full_residual_reads_every_sublayer(toy, noisy):
@@ -246,6 +267,7 @@ def test_tokens_are_counted_once(toy, toy_variables):
     real = int((SEGMENTS != 0).sum())
     loads = [leaf for path, leaf in jax.tree_util.tree_leaves_with_path(stats) if path[-1].key == "load"]
     assert sum(leaf.shape[0] * leaf.shape[1] for leaf in loads) == toy.moe_layers
+    assert loads
     for leaf in loads:
         assert (np.asarray(leaf).sum(-1) == real * toy.moe.experts_per_token).all()
 
@@ -275,6 +297,7 @@ def test_return_hidden_and_dtypes(toy, toy_variables):
         (jnp.zeros((1, 3)), None, "integer"),
         (jnp.full((1, 3), 64), None, r"\[0, 64\)"),
         (jnp.full((1, 3), -1), None, r"\[0, 64\)"),
+        (jnp.full((1, 3), -1), jnp.array([[0, 1, 1]], jnp.int32), r"\[0, 64\)"),
         (jnp.zeros((1, 3), jnp.int32), jnp.ones((1, 2), jnp.int32), "segment_ids"),
         (jnp.zeros((1, 3), jnp.int32), jnp.ones((1, 3), jnp.float32), "segment_ids"),
         (jnp.zeros((1, 3), jnp.int32), jnp.array([[2, 1, 1]], jnp.int32), "decrease"),

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 
 from moejax import HybridLM
-from moejax.parallel import AxisRules, MeshConfig, batch_sharding, make_mesh, parameter_shardings, partition_spec
+from moejax.parallel import AxisRules, MeshConfig, batch_sharding, logical_axes, make_mesh, parameter_shardings, partition_spec
 from moejax.train import OptimizerConfig, adamw, init_state, make_train_step
+from moejax.train.loss import chunked_cross_entropy
 
 
 @pytest.fixture(scope="module")
@@ -17,9 +18,31 @@ def mesh():
 
 def test_specs(mesh):
     assert partition_spec(("experts", "embed", "width"), mesh) == jax.P("expert", "fsdp", "tensor")
-    assert partition_spec(("batch", "time"), mesh) == jax.P(("data", "fsdp", "expert"), "sequence")
+    assert batch_sharding(mesh).spec == jax.P(("data", "fsdp", "expert"), "sequence")
+    assert batch_sharding(mesh, micro_batches=True).spec == jax.P(None, ("data", "fsdp", "expert"), "sequence")
     foreign = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     assert partition_spec(("batch", "heads"), foreign) == jax.P("data", None)
+
+
+def test_vocabulary_loss_is_shared_out(mesh):
+    """Each device computes the logits of its own tokens: no gather of the hidden states."""
+    rows = jax.NamedSharding(mesh, partition_spec(("batch", None), mesh))
+    whole = jax.NamedSharding(mesh, jax.P())
+
+    def loss(hidden, head):
+        valid = jnp.ones(hidden.shape[0], bool)
+        return chunked_cross_entropy(hidden, head, jnp.zeros(hidden.shape[0], jnp.int32), valid, chunk=16)
+
+    arguments = (jax.ShapeDtypeStruct((64, 8), jnp.float32), jax.ShapeDtypeStruct((8, 32), jnp.float32))
+    text = jax.jit(jax.grad(loss, (0, 1)), in_shardings=(rows, whole)).lower(*arguments).compile().as_text()
+    assert "all-gather" not in text and "[4,32]" in text and "[16,32]" not in text
+
+
+def test_parameters_without_axes():
+    with pytest.raises(ValueError, match="'mystery' has no logical axes"):
+        logical_axes("mystery", 2)
+    with pytest.raises(ValueError, match="'embedding' has 1 axes here"):
+        logical_axes("embedding", 1)
 
 
 def test_collisions_and_unknown_names(mesh):
@@ -31,7 +54,13 @@ def test_collisions_and_unknown_names(mesh):
         make_mesh(MeshConfig(data=16))
 
 
-def test_train_step_on_a_mesh_equals_one_device(toy, mesh):
+@pytest.mark.parametrize(
+    ("axes", "remat"),
+    [({"data": 2, "expert": 2, "tensor": 2}, "none"), ({"fsdp": 2, "sequence": 2, "tensor": 2}, "full")],
+    ids=["data, expert, tensor", "fsdp, sequence, tensor"],
+)
+def test_train_step_on_a_mesh_equals_one_device(toy, axes, remat):
+    toy, mesh = toy.replace(remat=remat), make_mesh(MeshConfig(**axes))
     model, optimizer = HybridLM(toy), adamw(OptimizerConfig(total_steps=10))
     create = lambda key: init_state(model, optimizer, key)
     state = jax.jit(create)(jax.random.key(0))
@@ -43,7 +72,7 @@ def test_train_step_on_a_mesh_equals_one_device(toy, mesh):
     sharded_state = jax.device_put(state, shardings)
     assert len(sharded_state.params["embedding"].sharding.device_set) == 8
     experts = sharded_state.params["stack"]["blocks_0"]["run_1"]["layer_0"]["sub"]["ffn"]["expert_gate"]
-    assert experts.addressable_shards[0].data.shape[2] == toy.moe.experts // 2
+    assert experts.addressable_shards[0].data.shape[2] == toy.moe.experts // axes.get("expert", 1)
     sharded_batch = jax.device_put(batch, batch_sharding(mesh))
     step = make_train_step(model, optimizer)
     single, metrics = jax.jit(step)(state, batch)

@@ -4,6 +4,7 @@ import subprocess
 import sys
 import time
 import warnings
+import zlib
 
 import chex
 import jax
@@ -92,8 +93,8 @@ def test_bad_input_is_refused_before_anything_is_written(tmp_path):
     assert not (tmp_path / "run").exists()
     with pytest.raises(FileNotFoundError, match="no whole checkpoint"):
         writer.restore({"a": jnp.zeros(1)})
-    with pytest.raises(ValueError, match="keep=0"):
-        Checkpointer(tmp_path, keep=0)
+    with pytest.raises(ValueError, match="keep=1; it must be at least 2"):
+        Checkpointer(tmp_path, keep=1)
     writer.save(4, {"a": jnp.zeros(1)})
     for step in (4, 3):
         with pytest.raises(ValueError, match=f"step {step} comes after step 4"):
@@ -137,6 +138,34 @@ def test_a_damaged_file_is_named_and_the_step_before_is_used(tmp_path, harm):
     with pytest.raises(ValueError, match="cannot be used") as error:
         writer.restore(_state(), step=2)
     assert name in str(error.value)
+
+
+def test_a_save_reads_no_checkpoint_but_its_own(tmp_path, monkeypatch):
+    writer, read = Checkpointer(tmp_path), []
+    writer.save(1, _state(1))
+    crc32 = checkpoint._crc32
+    monkeypatch.setattr(checkpoint, "_crc32", lambda path: read.append(path) or crc32(path))
+    writer.save(2, _state(2))
+    assert read and all(path.is_relative_to(tmp_path / "2") for path in read)
+    with pytest.raises(ValueError, match="step 2 comes after step 2"):
+        writer.save(2, _state(2))
+
+
+def test_a_damaged_step_can_be_written_again(tmp_path):
+    for step in (1, 2):
+        Checkpointer(tmp_path).save(step, _state(step))
+    next((tmp_path / "2" / "state").glob("_*")).write_text("harmed")
+    again = Checkpointer(tmp_path)
+    again.save(2, _state(20))
+    _assert_same(again.restore(_state())[0], _state(20))
+    assert again.steps() == [1, 2] and (tmp_path / "incomplete-2-0").is_dir()
+
+
+def test_checksums_are_those_of_the_whole_file(tmp_path, monkeypatch):
+    monkeypatch.setattr(checkpoint, "PIECE", 7)
+    for size in (0, 6, 7, 8, 30):
+        (tmp_path / "x").write_bytes(data := bytes(range(size)))
+        assert checkpoint._crc32(tmp_path / "x") == zlib.crc32(data)
 
 
 WRITER = """

@@ -110,6 +110,11 @@ def test_tracker_writes_numbers_and_at_most_64_load_snapshots(tmp_path):
     loads = tracker.load.read()
     assert loads[0] == {"step": 1, "load": [[1, 1, 1], [1, 1, 1]]}
     assert 40 <= len(loads) <= 64 and loads[-1]["step"] == 200
+    most = Tracker(tmp_path / "most", total_steps=128)
+    most.load.path.parent.mkdir()
+    for step in range(1, 129):
+        most.log(step, {"expert_load": np.zeros((1, 2))}, {})
+    assert 30 <= len(most.load.read()) <= 64  # step 1 counts too
     assert plain_value(np.array([1.0, np.inf])) == [1.0, "inf"]
 
 

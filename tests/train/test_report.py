@@ -80,7 +80,9 @@ def test_the_summary_says_plainly_whether_the_bigram_is_beaten():
     }
     text = "\n".join(summary_lines(summary))
     assert "25.0% below the bigram counts" in text and "5 of 9 steps, ended early by Ctrl-C" in text
-    assert "2 compiles" in text
+    assert "9 s in all, of which the train step's compile 4 s, 2 compiles" in text
     assert "\x1b" not in text  # a sampled escape sequence must not reach the terminal
     summary["heldout"]["after"] = 5.0
-    assert "25.0% ABOVE the bigram counts" in "\n".join(summary_lines(summary))
+    summary["speed"]["compiles"] = 0
+    text = "\n".join(summary_lines(summary))
+    assert "25.0% ABOVE the bigram counts" in text and "9 s in all" in text and "compile" not in text

@@ -143,16 +143,66 @@ def test_balancing_contract(shallow, batch, noisy, rule):
     scores = evaluate(state, batch)
     np.testing.assert_allclose(scores["loss_sum"] / scores["tokens"], metrics["loss"], rtol=1e-5)
 
-    stronger = whole.replace(balance=BalanceStrength.create(step=0.5, band_step=0.7, ema=0.9, aux_coefficient=3.0))
+    stronger = whole.replace(balance=whole.balance.change(step=0.5, band_step=0.7, ema=0.9, aux_coefficient=3.0))
     step(stronger, batch)
     assert traces == [batch["tokens"].shape, halves["tokens"].shape]  # a strength is no reason to compile
+
+
+@pytest.mark.parametrize("rule", ["quantile", "median_band", "aux_loss"])
+def test_recomputation_counts_and_weighs_once(toy, batch, noisy, rule):
+    """Blocks recomputed in the backward pass: same bias, same gradients, the balancing loss's through the blocks included."""
+    config = toy.replace(layers=2, pattern="M", dense_layers=0, residual_block=1, moe={"balance": rule})
+    sgd = optax.sgd(1.0)
+    after = []
+    for remat in ("none", "full"):
+        model, state = start(config.replace(remat=remat), sgd, aux_coefficient=1.0)
+        state = state.replace(params=noisy(state.params, jax.random.key(7)))
+        after.append(jax.jit(make_train_step(model, sgd, clip_norm=None))(state, batch)[0])
+    for a, b in zip(jax.tree.leaves(after[0]), jax.tree.leaves(after[1]), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
+
+
+def test_full_residual_trains(toy, batch):
+    """Attention over every sub-layer, exact quantiles joined over micro-batches: as one batch."""
+    config = toy.replace(
+        residual="full", scan_layers=False, layers=2, pattern="M", remat="full", moe={"balance": "quantile_exact"}
+    )
+    sgd = optax.sgd(0.1)
+    model, state = start(config, sgd)
+    step = jax.jit(make_train_step(model, sgd))
+    whole, metrics = step(state, batch)
+    split, _ = step(state, {name: value.reshape(2, 2, -1) for name, value in batch.items()})
+    assert metrics["expert_load"].shape == (1, config.moe.experts)
+    for a, b in zip(jax.tree.leaves(whole), jax.tree.leaves(split), strict=True):
+        np.testing.assert_allclose(a, b, atol=2e-6)
+
+
+def test_bfloat16_parameters_accumulate_in_float32(shallow, batch):
+    """Moments, gradient norm and sums over micro-batches keep float32 although parameters and activations are bfloat16."""
+    config = shallow.replace(param_dtype="bfloat16", dtype="bfloat16")
+    model, state = start(config)
+    assert {leaf.dtype.name for leaf in jax.tree.leaves(state.opt_state)} == {"float32", "int32"}
+    step = jax.jit(make_train_step(model, OPTIMIZER))
+    whole, metrics = step(state, batch)
+    split, split_metrics = step(state, {name: value.reshape(4, 1, -1) for name, value in batch.items()})
+    assert metrics["grad_norm"].dtype == jnp.float32
+    np.testing.assert_allclose(split_metrics["grad_norm"], metrics["grad_norm"], rtol=1e-2)
+    assert {leaf.dtype.name for leaf in jax.tree.leaves(whole.params)} == {"bfloat16", "float32"}
+    assert int(split.skipped) == 0
+
+
+def test_batch_without_targets_changes_nothing(toy_step, batch):
+    _, state, step = toy_step
+    after, metrics = step(state, batch | {"segment_ids": jnp.zeros_like(batch["segment_ids"])})
+    assert int(metrics["skipped"]) == 1 and float(metrics["loss"]) == 0
+    assert leaves_equal((after.params, after.opt_state, after.router_state), (state.params, state.opt_state, state.router_state))
 
 
 def test_strength_changes_the_next_bias(shallow, batch):
     model, state = start(shallow.replace(moe={"balance": "sign"}), step=1e-3)
     step = jax.jit(make_train_step(model, OPTIMIZER))
     small = jax.tree.leaves(step(state, batch)[0].router_state)[0]
-    large = jax.tree.leaves(step(state.replace(balance=BalanceStrength.create(step=1e-2)), batch)[0].router_state)[0]
+    large = jax.tree.leaves(step(state.replace(balance=state.balance.change(step=1e-2)), batch)[0].router_state)[0]
     np.testing.assert_allclose(large, 10 * small, rtol=1e-4)
 
 
