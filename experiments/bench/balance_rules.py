@@ -1,14 +1,12 @@
 """Every balancing rule on one skewed synthetic router: how fast the load becomes even, and how even it stays.
 
-Router: sigmoid scores of logits = popularity of the expert + a few directions that tokens share + noise, fresh tokens
-  at each step; 896
-experts, 16 a token, 8192 tokens a step by default. Reported: MaxVio (max / mean - 1) and CV (standard deviation /
-mean) of the load of the step that follows 0, 1, 2, 10 and 100 updates, beside sqrt(E / (tokens k)), the CV that
-sampling alone leaves. `aux_loss` has no router weights to train here and `none` changes nothing: `none` stands for
-both.
+Router: sigmoid scores of logits = popularity of the expert + a few directions that tokens share + noise, fresh tokens at
+each step; 896 experts, 16 a token, 8192 tokens a step by default. Reported: MaxVio (max / mean - 1) and CV (standard
+deviation / mean) of the load of the step that follows 0, 1, 2, 10 and 100 updates, beside sqrt(E / (tokens k)), the CV that
+sampling alone leaves. `aux_loss` has no router weights to train here and `none` changes nothing: `none` stands for both.
 
     python experiments/bench/balance_rules.py [--tokens 8192] [--experts 896] [--k 16] [--updates 100] [--seed 0]
-    [--out balance.png]
+        [--out balance.png]
 """
 
 import time

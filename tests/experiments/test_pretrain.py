@@ -25,9 +25,7 @@ from moejax.train.display import Display
 from moejax.train.loop import StopRequest
 from moejax.train.pretraining import Pretraining
 from moejax.train.run_config import (
-    STRENGTHS,
     PretrainConfig,
-    Strength,
     check_memory,
     check_same_run,
     load_run,
@@ -35,6 +33,7 @@ from moejax.train.run_config import (
     new_run_folder,
     write_run,
 )
+from moejax.train.strength import STRENGTHS, Strength
 
 ROOT = pathlib.Path(__file__).parents[2]
 STEPS = 6
