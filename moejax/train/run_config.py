@@ -51,11 +51,11 @@ class PretrainConfig:
     learning_rate: float = 3e-3
     """Peak of the cosine schedule."""
     warmup_fraction: float = 0.05
-    """Share of the steps in which the learning rate rises to its peak (K3's 1% would be 2 of 200 steps: experts collapse)."""
+    """Share of the steps in which the learning rate rises to its peak (K3: 1%, which would be 2 of 200 steps)."""
     weight_decay: float = 0.1
     balance: str | None = None
     """Balancing rule: quantile, quantile_exact, sign, load_quantile, median_band, aux_loss, none. None: as preset."""
-    strength: Strength = Strength()
+    strength: Strength = dataclasses.field(default_factory=Strength)
     """Strengths of the balancing rule; those that it does not read must keep their defaults. A run keeps its own: they
     cannot be given anew with --resume."""
     seed: int = 0
