@@ -24,6 +24,31 @@ def test_specs(mesh):
     assert partition_spec(("batch", "heads"), foreign) == jax.P("data", None)
 
 
+@pytest.mark.parametrize("expert", [1, 2, 3, 4])
+def test_negative_biases_on_expert_meshes(toy, expert):
+    """M6 (sglang #3705): six experts, all biases -3, on 1, 2, 3 devices and on 4, where 6 does not divide: as with bias 0."""
+    model = HybridLM(toy.replace(layers=1, pattern="M", dense_layers=0, residual="plain"))
+    mesh = make_mesh(MeshConfig(expert=expert))
+    tokens = jax.random.randint(jax.random.key(1), (12, 8), 0, 64)
+    segments = jnp.ones((12, 8), jnp.int32).at[0, 5:].set(0)
+    variables = jax.jit(model.init)(jax.random.key(0), tokens)
+    run = jax.jit(lambda v, *batch: model.apply(v, *batch, mutable=["router_stats"]))
+    logits, stats = run(variables, tokens, segments)
+    lowered = variables | {"router_state": jax.tree.map(lambda bias: bias - 3, variables["router_state"])}
+    sharded = jax.device_put(lowered, parameter_shardings(lowered, mesh))
+    mesh_logits, mesh_stats = run(sharded, *jax.device_put((tokens, segments), batch_sharding(mesh)))
+    loads = [
+        leaf
+        for tree in (stats, mesh_stats)
+        for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
+        if path[-1].key == "load"
+    ]
+    np.testing.assert_array_equal(loads[0], loads[1])
+    assert int(loads[0].sum()) == 93 * toy.moe.experts_per_token
+    real = np.asarray(segments) != 0
+    np.testing.assert_allclose(np.asarray(mesh_logits)[real], np.asarray(logits)[real], atol=1e-5)
+
+
 def test_vocabulary_loss_is_shared_out(mesh):
     """Each device computes the logits of its own tokens: no gather of the hidden states."""
     rows = jax.NamedSharding(mesh, partition_spec(("batch", None), mesh))

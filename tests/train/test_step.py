@@ -8,12 +8,21 @@ import numpy as np
 import optax
 import pytest
 
-from moejax import HybridLM
+from moejax import HybridLM, presets
 from moejax.config import BALANCE_RULES
 from moejax.ops.balance_rules import BALANCE_RULES as RULES_OF_OPS
 from moejax.ops.balance_rules import BalanceStrength
-from moejax.train import OptimizerConfig, adamw, cosine_schedule, init_state, make_eval_step, make_train_step
+from moejax.train import (
+    OptimizerConfig,
+    adamw,
+    cosine_schedule,
+    flops_per_token,
+    init_state,
+    make_eval_step,
+    make_train_step,
+)
 from moejax.train.balance import by_layer, layer_paths
+from moejax.train.flops import kda_scan_flops
 from moejax.train.loss import chunked_cross_entropy, next_token_targets
 from moejax.train.optimizers import decay_mask
 
@@ -286,6 +295,27 @@ def test_chunked_cross_entropy(chunk, x64):
     np.testing.assert_allclose(value, want, rtol=1e-12)
     for got, expected in zip(grads, want_grads, strict=True):
         np.testing.assert_allclose(got, expected, atol=1e-12)
+
+
+def test_logits_exist_a_chunk_at_a_time():
+    """Neither the loss nor its gradient holds [N,V]: 64 tokens and 48 words never meet in one array."""
+    arguments = (jax.ShapeDtypeStruct((64, 6), jnp.float32), jax.ShapeDtypeStruct((6, 48), jnp.float32))
+
+    def loss(hidden, head):
+        return chunked_cross_entropy(hidden, head, jnp.zeros(64, jnp.int32), jnp.ones(64, bool), chunk=8)
+
+    text = jax.jit(jax.grad(loss, argnums=(0, 1))).lower(*arguments).as_text()
+    assert "8x48xf32" in text and "64x48x" not in text and "8x8x48x" not in text
+
+
+def test_flops():
+    """The scan of one 128 x 128 head: the count of kernels' chunked W/U form at 64 tokens; the rest is 6 a weight."""
+    assert kda_scan_flops(128, 128) == 149_504
+    config = presets.get("kimi_k3")
+    short, long = (flops_per_token(config, context) for context in (8192, 1 << 20))
+    mla = 3 * 24 * 2 * 96 * (128 + 64 + 128) / 2
+    assert long - short == pytest.approx(mla * ((1 << 20) - 8192))
+    assert short == pytest.approx(6 * 104.19e9 + 3 * 69 * 96 * 149_504 + mla * 8192, rel=1e-4)
 
 
 def test_schedule_and_decay_mask(toy_step):
