@@ -19,7 +19,7 @@ STEPS = 20
 
 def losses() -> list[float]:
     stream = TokenStream(synthetic_corpus(documents=16).train, ByteTokenizer())
-    batches = PackedBatches(stream, context=96, batch_size=2, seed=0)
+    batches = PackedBatches(stream, context=96, batch_size=4, seed=0)
     model = HybridLM(presets.get("tiny").replace(dtype="float32"))
     optimizer = adamw(OptimizerConfig(learning_rate=1e-4, total_steps=STEPS))
     state = jax.jit(lambda key: init_state(model, optimizer, key))(jax.random.key(0))
