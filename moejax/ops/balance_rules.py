@@ -24,6 +24,7 @@ from .histogram import expert_load
 from .routing import Routing, check_bias, check_top_k
 
 Statistics = dict[str, Array]
+PER_TOKEN = {"scores": -2, "mask": -1}  # statistics with one row a token, and the axis of the tokens; all others add
 
 
 @flax.struct.dataclass
@@ -161,8 +162,9 @@ def combine_statistics(a: Statistics, b: Statistics) -> Statistics:
     """
     if a.keys() != b.keys():
         raise ValueError(f"statistics of different rules cannot be combined: {sorted(a)} and {sorted(b)}.")
-    axes = {"scores": -2, "mask": -1}
-    return {name: jnp.concatenate([a[name], b[name]], axes[name]) if name in axes else a[name] + b[name] for name in a}
+    return {
+        name: jnp.concatenate([a[name], b[name]], PER_TOKEN[name]) if name in PER_TOKEN else a[name] + b[name] for name in a
+    }
 
 
 def updated_bias(rule: str, statistics: Statistics, bias: Array, k: int, strength: BalanceStrength) -> Array:

@@ -67,9 +67,6 @@ def margin_histogram(
         raise ValueError(f"bins is {bins}; there must be at least one.")
     margins, mask = _margins(scores, bias, k, cutoff, mask)
     low, high = _margin_range(bias)
-    # The barrier keeps XLA on CPU from fusing min and max over the experts into every one of the N E bin indices
-    # (4 s instead of 0.1 s at 8192 x 896).
-    low, high = jax.lax.optimization_barrier((low, high))
     # bins / range, not division by a width: with a zero bias the factor is exactly 500 and margins of 0 fall in bin
     # 500 as in float64.
     index = jnp.clip(jnp.floor((margins - low) * (bins / (high - low))), 0, bins - 1).astype(jnp.int32)

@@ -68,7 +68,9 @@ def select(scores: Array, bias: Array | None, k: int) -> tuple[Array, Array]:
     tokens, experts = scores.shape
     check_bias(bias, experts)
     biased = jax.lax.stop_gradient(scores if bias is None else scores + bias.astype(scores.dtype))
-    values, indices = jax.lax.top_k(biased, min(k + 1, experts))
+    # The barriers keep the slices below from being fused into the top-k, which XLA on a CPU then does by a full sort:
+    # 1.7 s instead of 0.06 s at 8192 x 896, k = 16. One barrier a result: a barrier over the pair aborts XLA under a mesh.
+    values, indices = (jax.lax.optimization_barrier(x) for x in jax.lax.top_k(biased, min(k + 1, experts)))
     cutoff = values[:, k] if k < experts else jnp.full((tokens,), jnp.inf, scores.dtype)
     return indices[:, :k].astype(jnp.int32), cutoff
 

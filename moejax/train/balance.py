@@ -14,11 +14,10 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from ..config import ModelConfig
 from ..modules.plan import layer_locations
 from ..ops.balance_measures import load_metrics
-from ..ops.balance_rules import BalanceStrength, updated_bias
+from ..ops.balance_rules import PER_TOKEN, BalanceStrength, updated_bias
 
 Statistics = dict[tuple[str, ...], dict[str, jax.Array]]
 """Path of a MoE layer -> its statistics."""
-PER_TOKEN = ("scores", "mask")
 
 
 def by_layer(router_stats: Any) -> Statistics:

@@ -24,7 +24,7 @@ def normal(rng, *shape):
 
 
 def test_zero_rows_and_left_padding(x64):
-    """maxtext 5295, transformers 46773: gradients of all-zero q, k rows and of left padding stay finite, call after call."""
+    """K4 (maxtext #5295, transformers #46773): gradients of all-zero q, k rows and of left padding stay finite, call after call."""
     rng = np.random.default_rng(0)
     q, k, v = (np.array(normal(rng, 2, 24, 2, 16)) for _ in range(3))
     ids = np.ones((2, 24), np.int32)
@@ -51,7 +51,7 @@ def test_zero_rows_and_left_padding(x64):
 
 @pytest.mark.parametrize("implementation", ["reference", "xla"])
 def test_absent_documents(implementation):
-    """FlashKDA 32, vllm-ascend 11893: an absent document returns its state bit for bit and shifts nothing."""
+    """K5 (FlashKDA #32, vllm-ascend #11893): an absent document returns its state bit for bit and shifts nothing."""
     rng = np.random.default_rng(1)
     args = [jnp.asarray(x, jnp.float32) for x in (*(normal(rng, 1, 256, 1, 16) for _ in range(3)), normal(rng, 1, 256, 1, 16))]
     args[0], args[1], args[3] = l2_normalize(args[0]), l2_normalize(args[1]), -jnp.abs(args[3])
@@ -84,7 +84,7 @@ def test_absent_documents(implementation):
 
 
 def test_gate_bias_is_per_channel():
-    """mlx-lm 1792: dt_bias is [HV,K]; other shapes are refused, not broadcast."""
+    """K6 (mlx-lm #1792): dt_bias is [HV,K]; other shapes are refused, not broadcast."""
     raw, A_log = jnp.zeros((1, 1, 2, 4)), jnp.asarray([0.0, np.log(2.0)])
     dt_bias = jnp.asarray([[0.0, 1, -1, 2], [0.5, -0.5, 0, 1]])
     wanted = [[-2.5, -3.655293, -1.344707, -4.403985], [-3.655293, -1.344707, -2.5, -4.403985]]
@@ -122,7 +122,7 @@ def test_gate_finite_when_saturated(lower_bound):
 
 
 def test_no_forgetting(x64):
-    """flash-linear-attention 389 and 104: g = 0, -0.0 and 0 on every second token are as accurate as other gates."""
+    """K7 (flash-linear-attention #389, #104): g = 0, -0.0 and 0 on every second token are as accurate as other gates."""
     rng = np.random.default_rng(3)
     q, k = (l2_normalize(normal(rng, 2, 200, 2, 100)) for _ in range(2))
     v, beta, weights = normal(rng, 2, 200, 2, 100), jax.nn.sigmoid(normal(rng, 2, 200, 2)), normal(rng, 2, 200, 2, 100)
@@ -166,7 +166,7 @@ def test_extremes_of_the_gate(lower_bound):
 
 @pytest.mark.parametrize("implementation", ["reference", "xla"])
 def test_large_state(implementation):
-    """attention-gym 464: a large float32 state and a tiny cotangent survive; float16 operands are refused."""
+    """K8 (attention-gym #464): a large float32 state and a tiny cotangent survive; float16 operands are refused."""
     q = jnp.zeros((1, 1, 1, 16)).at[..., 0].set(1)
     zero, beta = jnp.zeros_like(q), jnp.zeros((1, 1, 1))
     state = jnp.zeros((1, 1, 16, 16)).at[0, 0, 0, 0].set(65536.0)
