@@ -6,7 +6,7 @@ Shapes: N rows, K input width, M output width, E groups (experts).
 import jax.numpy as jnp
 
 from ..common import require_float, require_rank
-from ..kda.varying import match_varying
+from ..varying import match_varying
 from . import reference, xla
 
 IMPLEMENTATIONS = ("reference", "xla")

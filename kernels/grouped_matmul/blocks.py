@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ..kda.varying import match_varying
+from ..varying import match_varying
 
 MOST_ROWS = 128  # 32 to 256 are within a few per cent at 256 rows a group; 128 is the fastest at 128 rows a group
 LEAST_ROWS = 8

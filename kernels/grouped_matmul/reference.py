@@ -4,7 +4,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from ..common import accumulation_dtype
-from ..kda.varying import match_varying
+from ..varying import match_varying
 
 
 def grouped_matmul(x, w, group_sizes):

@@ -12,10 +12,10 @@ import numpy as np
 from jax.core import Tracer
 
 from ..common import accumulation_dtype, check_segment_order, require_float, require_rank
+from ..varying import match_varying
 from .gate import check_lower_bound, kda_gate, l2_normalize
 from .reference import kda_reference
 from .segments import document_ids, drop_padding
-from .varying import match_varying
 from .xla import kda_chunked
 
 IMPLEMENTATIONS = ("reference", "xla", "triton", "tpu")

@@ -9,7 +9,7 @@ Shapes: "..." leading axes, I tiles, R = 16 rows of a tile, K key channels.
 import jax.numpy as jnp
 from jax import lax
 
-from .varying import match_varying
+from ..varying import match_varying
 
 
 def _rows_first(*arrays):

@@ -7,7 +7,7 @@ N documents of a row.
 import jax.numpy as jnp
 from jax import lax
 
-from .varying import match_varying
+from ..varying import match_varying
 
 
 def kda_reference(q, k, v, g, beta, *, scale, initial_state, documents=None):

@@ -15,9 +15,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from ..varying import match_varying
 from . import chunk as one
 from .layout import CHUNK, Packed, aligned_chunks, aligned_layout, chunk_masks, packed_layout
-from .varying import match_varying
 
 # Numbers of one array [B,W,HV,K] of a window: at 256 KiB the arrays of a window stay in a core's caches (H = 8, K = V = 128,
 # forward: 37 ms where windows of 512 tokens take 65 ms). At least 128 tokens, so that the states kept for the backward pass are

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from moejax.kernels.common import accumulation_dtype, require_float, require_rank
-from moejax.kernels.kda.varying import match_varying
+from moejax.kernels.varying import match_varying
 
 LEAST_BLOCK, MOST_BLOCK = 128, 512
 

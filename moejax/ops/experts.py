@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from moejax.kernels.common import accumulation_dtype, require_float, require_rank
 from moejax.kernels.grouped_matmul import blocks
 from moejax.kernels.grouped_matmul.api import require_implementation
-from moejax.kernels.kda.varying import match_varying
+from moejax.kernels.varying import match_varying
 from moejax.ops.activations import situ_glu
 from moejax.ops.norms import rms_norm
 from moejax.ops.routing import Routing, route

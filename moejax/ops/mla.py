@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from moejax.kernels.common import accumulation_dtype, require_float, require_rank
-from moejax.kernels.kda.varying import match_varying
+from moejax.kernels.varying import match_varying
 from moejax.ops.attention import attention, check_block, check_segment_ids
 from moejax.ops.norms import rms_norm
 from moejax.ops.rotary import rotary
