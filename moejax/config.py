@@ -6,6 +6,7 @@ import dataclasses
 from typing import Any, Literal
 
 MIN_LOWER_BOUND = -5.9  # past row-0 anchors stay finite in float32 up to |g| = 5.915 a token (kernels/kda)
+MXFP4_GROUP = 32  # input columns that share a scale
 DTYPES = ("float32", "bfloat16", "float64")
 BALANCE_RULES = (
     "quantile",
@@ -36,6 +37,15 @@ def _one_of(owner: object, name: str, allowed: tuple[str, ...]) -> None:
     value = getattr(owner, name)
     if value not in allowed:
         raise ValueError(f"{type(owner).__name__}.{name} is {value!r}; allowed: {', '.join(allowed)}.")
+
+
+def _whole_blocks(owner: object, name: str, expert_weights: str) -> None:
+    value = getattr(owner, name)
+    if value is not None and value % MXFP4_GROUP:
+        raise ValueError(
+            f"{type(owner).__name__}.{name} is {value}; with expert_weights = {expert_weights!r} it must be a multiple of "
+            f"{MXFP4_GROUP}, the block of MXFP4. Change it, or set expert_weights='float'."
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,10 +147,17 @@ class MoEConfig:
     """Rule that moves the selection bias once per optimizer step."""
     histogram_bins: int = 1000
     """Bins of the quantile rule (K3: 1000)."""
+    expert_weights: Literal["float", "mxfp4_qat", "mxfp4"] = "float"
+    """Routed experts: "mxfp4_qat" computes with their MXFP4 rounding and trains the float weights (straight-through gradient);
+    "mxfp4" holds packed codes and scales, which are read-only."""
 
     def __post_init__(self) -> None:
         _positive(self, "experts", "experts_per_token", "expert_width", "latent", "shared_width", "histogram_bins")
         _one_of(self, "balance", BALANCE_RULES)
+        _one_of(self, "expert_weights", ("float", "mxfp4_qat", "mxfp4"))
+        if self.expert_weights != "float":
+            _whole_blocks(self, "expert_width", self.expert_weights)
+            _whole_blocks(self, "latent", self.expert_weights)
         if self.experts_per_token > self.experts:
             raise ValueError(
                 f"MoEConfig.experts_per_token is {self.experts_per_token}; it must not exceed experts = {self.experts}."
@@ -195,6 +212,8 @@ class ModelConfig:
         _one_of(self, "param_dtype", DTYPES)
         if self.dtype is not None:
             _one_of(self, "dtype", DTYPES)
+        if self.moe.expert_weights != "float" and self.moe.latent is None:
+            _whole_blocks(self, "hidden", self.moe.expert_weights)
         self._check_pattern()
         if not 0 <= self.dense_layers <= self.layers:
             raise ValueError(

@@ -66,7 +66,8 @@ def _moe_rest(config: MoEConfig, hidden: int) -> int:
 
 
 def count_parameters(config: ModelConfig) -> Counts:
-    """Counts by part for `config`; equal to the sizes that `HybridLM(config).init` would allocate."""
+    """Counts by part for `config`; equal to the sizes that `HybridLM(config).init` would allocate (packed experts: to the values
+    that their codes stand for)."""
     mixers = sum(
         kda_parameters(config.kda, config.hidden) if kind == "K" else mla_parameters(config.mla, config.hidden)
         for kind in config.mixers

@@ -27,6 +27,11 @@ def golden():
     return load
 
 
+@pytest.fixture(scope="session")
+def golden_folder() -> pathlib.Path:
+    return GOLDEN
+
+
 @pytest.fixture
 def x64():
     """Run one test with float64 enabled."""
@@ -69,3 +74,65 @@ def seeded(tree, key, scale=0.3):
 def noisy():
     """seeded(tree, key, scale): a copy with noise on every leaf."""
     return seeded
+
+
+@pytest.fixture(scope="session")
+def rewrite_checkpoint():
+    """rewrite_checkpoint("k3_tiny", folder, tensors=..., config=...): a golden checkpoint with changes, in one file.
+
+    tensors({name: array}) and config(config.json as a dict) change what they are given.
+    """
+    import json
+
+    from moejax.hub.shards import CODES, ShardReader, TensorSpec, write_shard
+
+    def rewrite(name, folder, *, tensors=None, config=None):
+        with ShardReader(GOLDEN / name) as reader:
+            arrays = {key: reader.read(key) for key in reader.specs}
+        settings = json.loads((GOLDEN / name / "config.json").read_text())
+        if tensors is not None:
+            tensors(arrays)
+        if config is not None:
+            config(settings)
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "model.safetensors").unlink(missing_ok=True)
+        specs = {key: TensorSpec(tuple(value.shape), CODES[value.dtype]) for key, value in arrays.items()}
+        write_shard(folder / "model.safetensors", specs, lambda key: arrays[key], {"format": "pt"})
+        (folder / "config.json").write_text(json.dumps(settings))
+        return folder
+
+    return rewrite
+
+
+@pytest.fixture(scope="session")
+def sparse_checkpoint():
+    """sparse_checkpoint(config, folder, files=1, vision=None): headers and config.json of a published checkpoint whose
+    weights are holes in the files, read as zeros. It takes no space on the disk, whatever its size."""
+    import json
+    import struct
+
+    from moejax import hub
+    from moejax.hub.published_config import published_config
+
+    def write(config, folder, *, files=1, vision=None):
+        outer = config.kda.lower_bound is not None
+        specs = hub.inventory(config, vision=vision)
+        names, weight_map = list(specs), {}
+        for number in range(files):
+            file = f"model-{number + 1:05}-of-{files:06}.safetensors"
+            header, offset = {}, 0
+            for name in names[number::files]:
+                spec = specs[name]
+                header[name] = {"dtype": spec.dtype, "shape": spec.shape, "data_offsets": [offset, offset + spec.nbytes]}
+                offset += spec.nbytes
+                weight_map[name] = file
+            text = json.dumps(header).encode()
+            with (folder / file).open("wb") as out:
+                out.write(struct.pack("<Q", len(text)) + text)
+                out.truncate(8 + len(text) + offset)
+        (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+        made = published_config(config, None, outer=outer, packed=outer, dtype="bfloat16").raw
+        (folder / "config.json").write_text(json.dumps(made if vision is None else {**made, "vision_config": vision}))
+        return specs
+
+    return write

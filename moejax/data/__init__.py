@@ -1,19 +1,22 @@
-"""Text for training: tokenizer, corpora, deterministic batches, and count models to compare with. NumPy only."""
+"""Text for training: tokenizers, corpora, deterministic batches, and count models to compare with. NumPy only at import."""
 
 from .batches import PackedBatches, TokenStream
 from .corpus import Corpus, Document, Manifest, folder_corpus, standard_library, synthetic_corpus
 from .counts import CountModels, valid_targets
 from .tokenizer import ByteTokenizer
+from .tokenizer_file import FileTokenizer, load_tokenizer
 
 __all__ = [
     "ByteTokenizer",
     "Corpus",
     "CountModels",
     "Document",
+    "FileTokenizer",
     "Manifest",
     "PackedBatches",
     "TokenStream",
     "folder_corpus",
+    "load_tokenizer",
     "standard_library",
     "synthetic_corpus",
     "valid_targets",

@@ -37,8 +37,13 @@ class ByteTokenizer:
     pad_id, bos_id, eos_id, doc_sep_id = 256, 257, 258, 259
     special_ids: ClassVar[dict[str, int]] = {name: 256 + i for i, name in enumerate(SPECIAL_NAMES)}
 
-    def encode(self, text: str | bytes, *, bos: bool = False, eos: bool = False) -> np.ndarray:
-        """text -> int32 ids [N]. A str is taken as UTF-8; lone surrogates are kept, so that any str round-trips."""
+    def encode(self, text: str | bytes, *, bos: bool = False, eos: bool = False, control_tokens: bool = False) -> np.ndarray:
+        """text -> int32 ids [N]. A str is taken as UTF-8; lone surrogates are kept, so that any str round-trips.
+
+        control_tokens: as in `FileTokenizer`, for code that takes either; here no text spells one, so True is refused.
+        """
+        if control_tokens:
+            raise ValueError("control_tokens=True, but no text spells a special token of bytes; put their ids between encoded texts.")
         if isinstance(text, str):
             text = text.encode("utf-8", "surrogatepass")
         elif not isinstance(text, bytes | bytearray | memoryview):

@@ -6,10 +6,11 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
-from ..config import MoEConfig
+from ..config import MXFP4_GROUP, MoEConfig
 from ..ops.balance_measures import aux_loss
 from ..ops.balance_rules import router_statistics
-from ..ops.experts import LatentMoEWeights, latent_moe
+from ..ops.experts import LatentMoEWeights, PackedExperts, latent_moe
+from ..ops.mxfp4 import mxfp4_encode, mxfp4_fake_quant
 from .feed_forward import gated_activation
 
 
@@ -68,6 +69,12 @@ class LatentMoE(nn.Module):
         def param(name: str, *shape: int) -> jax.Array:
             return self.param(name, normal, shape, jnp.dtype(self.param_dtype))
 
+        def experts(name: str, inputs: int, outputs: int) -> jax.Array | PackedExperts:
+            if c.expert_weights == "mxfp4":
+                return self._packed(name, inputs, outputs)
+            w = param(name, c.experts, inputs, outputs)
+            return mxfp4_fake_quant(w, axis=-2) if c.expert_weights == "mxfp4_qat" else w
+
         width = c.latent or hidden
         latent, shared = c.latent is not None, c.shared_width or 0
         norm = None
@@ -78,10 +85,31 @@ class LatentMoE(nn.Module):
             down=param("latent_down", hidden, width) if latent else None,
             norm=norm,
             up=param("latent_up", width, hidden) if latent else None,
-            w_gate=param("expert_gate", c.experts, width, c.expert_width),
-            w_up=param("expert_up", c.experts, width, c.expert_width),
-            w_down=param("expert_down", c.experts, c.expert_width, width),
+            w_gate=experts("expert_gate", width, c.expert_width),
+            w_up=experts("expert_up", width, c.expert_width),
+            w_down=experts("expert_down", c.expert_width, width),
             shared_gate=param("shared_gate", hidden, shared) if shared else None,
             shared_up=param("shared_up", hidden, shared) if shared else None,
             shared_down=param("shared_down", shared, hidden) if shared else None,
         )
+
+    def _packed(self, name: str, inputs: int, outputs: int) -> PackedExperts:
+        """Codes [E,out,in/2] and scales [E,out,in/32], initialised as the rounding of one normal draw."""
+
+        def init():
+            def one(key):  # one expert at a time: the whole draw is 8 times as large as its codes
+                return mxfp4_encode(self.initializer_range * jax.random.normal(key, (outputs, inputs)))
+
+            return PackedExperts(*jax.lax.map(one, jax.random.split(self.make_rng("params"), self.config.experts)))
+
+        drawn = init() if self.is_initializing() else None
+
+        def param(part: str, columns: int) -> jax.Array:
+            shape = (self.config.experts, outputs, columns)
+
+            def value(_):  # Flax also calls it, abstractly, to check the shape of a given parameter
+                return jnp.zeros(shape, jnp.uint8) if drawn is None else getattr(drawn, part)
+
+            return self.param(f"{name}_{part}", value)
+
+        return PackedExperts(param("codes", inputs // 2), param("scales", inputs // MXFP4_GROUP))

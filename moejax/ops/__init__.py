@@ -34,6 +34,7 @@ from .depth_attention import (
 from .experts import (
     LatentMoEOutput,
     LatentMoEWeights,
+    PackedExperts,
     expert_mlp,
     gated_mlp,
     latent_moe,
@@ -50,6 +51,7 @@ from .mla import (
     mla_output,
     mla_project,
 )
+from .mxfp4 import mxfp4_decode, mxfp4_encode, mxfp4_fake_quant
 from .norms import rms_norm
 from .rotary import positions_from_segments, rotary
 from .routing import Routing, route
@@ -66,6 +68,7 @@ __all__ = [
     "LatentMoEWeights",
     "LoadMetrics",
     "MLAWeights",
+    "PackedExperts",
     "Routing",
     "absorbed_latent_attention",
     "attention",
@@ -97,6 +100,9 @@ __all__ = [
     "median_band_bias",
     "mla_output",
     "mla_project",
+    "mxfp4_decode",
+    "mxfp4_encode",
+    "mxfp4_fake_quant",
     "positions_from_segments",
     "quantile_bias",
     "rms_norm",

@@ -1,7 +1,8 @@
 """Routed experts and the whole LatentMoE layer (Kimi K3 report section 2.3, eq. 11-13, 18-19).
 
 Shapes: N tokens, k experts a token, E experts, D model width, L width the experts work in (the latent), F expert hidden
-width, A = N * k assignments; a "row" is one assignment, rows are sorted by expert.
+width, A = N * k assignments; a "row" is one assignment, rows are sorted by expert. "in" and "out" are the input and output
+widths of one expert matrix.
 """
 
 from functools import partial
@@ -15,8 +16,16 @@ from moejax.kernels.grouped_matmul import blocks
 from moejax.kernels.grouped_matmul.api import require_implementation
 from moejax.kernels.varying import match_varying
 from moejax.ops.activations import situ_glu
+from moejax.ops.mxfp4 import GROUP, mxfp4_decode
 from moejax.ops.norms import rms_norm
 from moejax.ops.routing import Routing, route
+
+
+class PackedExperts(NamedTuple):
+    """One matrix [in,out] an expert in MXFP4, as the published files hold it: a row an output, columns are inputs."""
+
+    codes: Any  # [E,out,in/2] uint8
+    scales: Any  # [E,out,in/32] uint8
 
 
 def expert_mlp(
@@ -30,7 +39,9 @@ def expert_mlp(
     Args:
       x: [N,L].
       experts: [N,k] int32 in 0..E-1; weights: [N,k] float32, their factors.
-      w_gate, w_up: [E,L,F]; w_down: [E,F,L]; in x's dtype.
+      w_gate, w_up: [E,L,F]; w_down: [E,F,L]; in x's dtype. Or all three PackedExperts: an expert is decoded to x's dtype
+        where a block of its rows is multiplied, so that the stack never exists decoded; "xla" gives the bits that decoded
+        weights give. Packed weights get no gradient, x and `weights` do.
       activation: a function of (gate, up), both [rows,F], that works on each row by itself. It must not close over
         traced arrays (it is a static argument of the gradient rule).
       mask: [N] bool or None; False tokens (padding) are not routed, never read and give 0.
@@ -44,25 +55,23 @@ def expert_mlp(
     """
     _check(x, experts, weights, w_gate, w_up, w_down, mask)
     require_implementation(implementation)
-    arrays = [a for a in (x, experts, weights, w_gate, w_up, w_down, mask) if a is not None]
-    varying = [
-        match_varying(a, *arrays) for a in arrays
-    ]  # inside shard_map: gradients of what is replicated get summed
+    arguments = (x, experts, weights, w_gate, w_up, w_down, mask)
+    arrays = jax.tree.leaves(arguments)
+    # inside shard_map: gradients of what is replicated get summed
+    arguments = jax.tree.map(lambda a: match_varying(a, *arrays), arguments)
     run: Any = _reference if implementation == "reference" else _blocked
-    return run(*varying[:6], None if mask is None else varying[6], activation)
+    return run(*arguments, activation)
 
 
 def _check(x, experts, weights, w_gate, w_up, w_down, mask):
     require_rank(2, "[N,L] or [N,k]", x=x, experts=experts, weights=weights)
-    require_rank(3, "[E,L,F] or [E,F,L]", w_gate=w_gate, w_up=w_up, w_down=w_down)
-    require_float(x=x, weights=weights, w_gate=w_gate, w_up=w_up, w_down=w_down)
-    shapes = f"x {x.shape}, w_gate {w_gate.shape}, w_up {w_up.shape}, w_down {w_down.shape}"
-    E, L, F = w_gate.shape
-    if x.shape[1] != L or w_up.shape != (E, L, F) or w_down.shape != (E, F, L) or 0 in (*x.shape, *w_gate.shape):
-        raise ValueError(f"{shapes}: they must be [N,L], [E,L,F], [E,L,F], [E,F,L] with no empty axis.")
-    if not x.dtype == w_gate.dtype == w_up.dtype == w_down.dtype:
+    require_float(x=x, weights=weights)
+    gate, up, down = _check_matrices(x, w_gate=w_gate, w_up=w_up, w_down=w_down)
+    E, L, F = gate
+    if x.shape[1] != L or up != (E, L, F) or down != (E, F, L) or 0 in (*x.shape, *gate):
         raise ValueError(
-            f"x {x.dtype}, w_gate {w_gate.dtype}, w_up {w_up.dtype}, w_down {w_down.dtype}: use one dtype."
+            f"x {x.shape}, w_gate {gate}, w_up {up}, w_down {down}: they must be [N,L], [E,L,F], [E,L,F], [E,F,L] with no "
+            "empty axis."
         )
     if experts.shape != weights.shape or experts.shape[0] != x.shape[0] or experts.shape[1] < 1:
         raise ValueError(
@@ -76,6 +85,54 @@ def _check(x, experts, weights, w_gate, w_up, w_down, mask):
         )
 
 
+def _check_matrices(x, **matrices) -> list[tuple[int, int, int]]:
+    """-> the shapes [E,in,out] of the three matrices."""
+    packed = [isinstance(w, PackedExperts) for w in matrices.values()]
+    if all(packed):
+        return [_check_packed(name, w) for name, w in matrices.items()]
+    if any(packed):
+        kinds = ", ".join(f"{name} {'packed' if p else 'not'}" for name, p in zip(matrices, packed, strict=True))
+        raise ValueError(f"{kinds}: w_gate, w_up and w_down are PackedExperts together or not at all.")
+    require_rank(3, "[E,L,F] or [E,F,L]", **matrices)
+    require_float(**matrices)
+    if any(w.dtype != x.dtype for w in matrices.values()):
+        dtypes = ", ".join(f"{name} {w.dtype}" for name, w in matrices.items())
+        raise ValueError(f"x {x.dtype}, {dtypes}: use one dtype.")
+    return [w.shape for w in matrices.values()]
+
+
+def _check_packed(name: str, w: PackedExperts) -> tuple[int, int, int]:
+    codes, scales = w
+    shapes = f"{name}.codes is {codes.dtype}{list(codes.shape)} and {name}.scales {scales.dtype}{list(scales.shape)}"
+    if codes.dtype != jnp.uint8 or scales.dtype != jnp.uint8 or codes.ndim != 3 or scales.ndim != 3:
+        raise ValueError(f"{shapes}; they must be uint8[E,out,in/2] and uint8[E,out,in/{GROUP}].")
+    (E, out, half), groups = codes.shape, scales.shape[2]
+    if scales.shape[:2] != (E, out) or 2 * half != GROUP * groups:
+        raise ValueError(f"{shapes}; they must be [E,out,in/2] and [E,out,in/{GROUP}] of one matrix.")
+    return E, 2 * half, out
+
+
+def _matrix(w, dtype):
+    """One expert's weights (PackedExperts or an array) -> [in,out].
+
+    The barrier keeps the decoding out of the product: fused, products of few rows round otherwise than decoded weights.
+    """
+    return jax.lax.optimization_barrier(mxfp4_decode(*w, dtype=dtype).T) if isinstance(w, PackedExperts) else w
+
+
+def _block_matrix(w, plan, block, dtype):
+    """The matrix [in,out] of a block's expert: of packed experts only that one is decoded."""
+    return _matrix(jax.tree.map(lambda a: blocks.read_group(a, plan, block), w), dtype)
+
+
+def _width(w_gate) -> int:
+    return w_gate.codes.shape[1] if isinstance(w_gate, PackedExperts) else w_gate.shape[2]
+
+
+def _num_experts(w) -> int:
+    return jax.tree.leaves(w)[0].shape[0]
+
+
 def _reference(x, experts, weights, w_gate, w_up, w_down, mask, activation):
     """Every expert on every token, one after the other."""
     dtype = accumulation_dtype(x, weights)
@@ -84,13 +141,15 @@ def _reference(x, experts, weights, w_gate, w_up, w_down, mask, activation):
 
     def add(total, expert):
         index, gate, up, down = expert
-        y = _mlp(x, gate, up, down, activation)
+        y = _mlp(x, _matrix(gate, x.dtype), _matrix(up, x.dtype), _matrix(down, x.dtype), activation)
         chosen = experts == index
         factor = jnp.sum(jnp.where(chosen, weights.astype(dtype), 0), axis=1, keepdims=True)
         return total + jnp.where(chosen.any(1, keepdims=True), factor * y.astype(dtype), 0), None
 
-    index = jnp.arange(w_gate.shape[0], dtype=experts.dtype)
+    index = jnp.arange(_num_experts(w_gate), dtype=experts.dtype)
     zero = match_varying(jnp.zeros(x.shape, dtype), x)
+    if isinstance(w_gate, PackedExperts):
+        add = jax.checkpoint(add)  # else the scan keeps every decoded matrix for its backward pass
     total, _ = jax.lax.scan(add, zero, (index, w_gate, w_up, w_down))
     if mask is not None:  # also keeps the gradient of masked outputs away
         total = jnp.where(mask[:, None], total, 0)
@@ -136,23 +195,23 @@ def _blocked(x, experts, weights, w_gate, w_up, w_down, mask, activation):
 def _blocked_forward(x, experts, weights, w_gate, w_up, w_down, mask, activation):
     """Gather tokens to rows, run all three products block by block, gather rows back to tokens."""
     dtype = accumulation_dtype(x, weights)
-    rows = _sort_by_expert(experts, mask, w_gate.shape[0])
+    rows = _sort_by_expert(experts, mask, _num_experts(w_gate))
     plan = blocks.plan_blocks(rows.sizes, rows.order.shape[0])
     x_rows = _token_rows(x, rows, plan)
 
     def body(block, carry):
         gates, ups, outs = carry
         x_block = blocks.read_rows(x_rows, plan, block)
-        gate = _product(x_block, blocks.read_group(w_gate, plan, block))
-        up = _product(x_block, blocks.read_group(w_up, plan, block))
-        out = _product(activation(gate, up), blocks.read_group(w_down, plan, block))
+        gate = _product(x_block, _block_matrix(w_gate, plan, block, x.dtype))
+        up = _product(x_block, _block_matrix(w_up, plan, block, x.dtype))
+        out = _product(activation(gate, up), _block_matrix(w_down, plan, block, x.dtype))
 
         def write(into, value):
             return blocks.write_rows(into, value, plan, block)
 
         return write(gates, gate), write(ups, up), write(outs, out)
 
-    hidden = jnp.zeros((x_rows.shape[0], w_gate.shape[2]), x.dtype)
+    hidden = jnp.zeros((x_rows.shape[0], _width(w_gate)), x.dtype)
     gates, ups, outs = blocks.for_each_block(plan, body, (hidden, hidden, jnp.zeros_like(x_rows)), x_rows)
     y = _sum_rows(outs, rows, mask, weights.astype(dtype)).astype(x.dtype)
     return y, (x, experts, weights, w_gate, w_up, w_down, mask, rows, gates, ups, outs)
@@ -184,33 +243,37 @@ def _blocked_backward(activation, saved, dy):
     d_weight = jnp.sum(outs.astype(dtype) * dy_rows.astype(dtype), axis=-1)[rows.row]
     d_outs = (dy_rows.astype(dtype) * factor).astype(x.dtype)
 
+    matrices = (w_gate, w_up, w_down)
+    packed = isinstance(w_gate, PackedExperts)
+
     def body(block, carry):
-        dx, d_gate_w, d_up_w, d_down_w = carry
+        dx, d_matrices = carry
         own = blocks.own_rows(plan, block)
 
         def read(values):
             return jnp.where(own, blocks.read_rows(values, plan, block), 0)
 
         x_block, d_out = read(x_rows), read(d_outs)
+        gate_w, up_w, down_w = (_block_matrix(w, plan, block, x.dtype).T for w in matrices)
         hidden, pull = jax.vjp(activation, read(gates), read(ups))
-        d_gate, d_up = pull(_product(d_out, blocks.read_group(w_down, plan, block).T).astype(hidden.dtype))
-        dx_block = _wide(d_gate, blocks.read_group(w_gate, plan, block).T) + _wide(
-            d_up, blocks.read_group(w_up, plan, block).T
-        )
-        return (
-            blocks.write_rows(dx, dx_block, plan, block),
-            blocks.add_group(d_gate_w, _wide(x_block.T, d_gate), plan, block),
-            blocks.add_group(d_up_w, _wide(x_block.T, d_up), plan, block),
-            blocks.add_group(d_down_w, _wide(hidden.T, d_out), plan, block),
-        )
+        d_gate, d_up = pull(_product(d_out, down_w).astype(hidden.dtype))
+        dx = blocks.write_rows(dx, _wide(d_gate, gate_w) + _wide(d_up, up_w), plan, block)
+        if packed:
+            return dx, d_matrices
+        parts = (_wide(x_block.T, d_gate), _wide(x_block.T, d_up), _wide(hidden.T, d_out))
+        added = (blocks.add_group(total, part, plan, block) for total, part in zip(d_matrices, parts, strict=True))
+        return dx, tuple(added)
 
-    empty = (jnp.zeros_like(x_rows), *(jnp.zeros(w.shape, accumulation_dtype(w)) for w in (w_gate, w_up, w_down)))
-    dx_rows, *d_matrices = blocks.for_each_block(plan, body, empty, x_rows)
+    zeros = () if packed else tuple(jnp.zeros(w.shape, accumulation_dtype(w)) for w in matrices)
+    dx_rows, d_matrices = blocks.for_each_block(plan, body, (jnp.zeros_like(x_rows), zeros), x_rows)
     dx = _sum_rows(dx_rows, rows, mask, jnp.ones(rows.row.shape, dtype))
     if mask is not None:
         d_weight = jnp.where(mask[:, None], d_weight, 0)
-    matrices = (d.astype(w.dtype) for d, w in zip(d_matrices, (w_gate, w_up, w_down), strict=True))
-    return (dx.astype(x.dtype), None, d_weight.astype(weights.dtype), *matrices, None)
+    if packed:
+        d_matrices = (None, None, None)
+    else:
+        d_matrices = (d.astype(w.dtype) for d, w in zip(d_matrices, matrices, strict=True))
+    return (dx.astype(x.dtype), None, d_weight.astype(weights.dtype), *d_matrices, None)
 
 
 def _wide(a, b):
@@ -221,13 +284,13 @@ _blocked.defvjp(_blocked_forward, _blocked_backward)
 
 
 class LatentMoEWeights(NamedTuple):
-    """Weights of one layer. All but the router are cast to the activations' dtype before use."""
+    """Weights of one layer. All but the router and packed experts are cast to the activations' dtype before use."""
 
     router: Any  # [D,E]
     down: Any  # [D,L] to the latent, or None: experts work on x (L = D)
     norm: Any  # [L] of the summed latent, or None
     up: Any  # [L,D] from the latent, or None with down
-    w_gate: Any  # [E,L,F]
+    w_gate: Any  # [E,L,F], or all three PackedExperts
     w_up: Any  # [E,L,F]
     w_down: Any  # [E,F,L]
     shared_gate: Any  # [D,S], or None: no shared expert
@@ -292,7 +355,8 @@ def latent_moe(
     logits = router_logits(flat, weights.router)
     routing = route(logits, bias, k, scaling=scaling, renormalize=renormalize)
     latent = flat if weights.down is None else flat @ weights.down.astype(x.dtype)
-    matrices = (w.astype(x.dtype) for w in (weights.w_gate, weights.w_up, weights.w_down))
+    matrices = (weights.w_gate, weights.w_up, weights.w_down)
+    matrices = (w if isinstance(w, PackedExperts) else w.astype(x.dtype) for w in matrices)
     y = expert_mlp(
         latent,
         routing.experts,
@@ -320,7 +384,7 @@ def _check_layer(x, weights, mask):
         raise ValueError(
             f"mask has shape {mask.shape} and dtype {mask.dtype}; it must be bool of shape {x.shape[:-1]}."
         )
-    D, E = x.shape[-1], weights.w_gate.shape[0]
+    D, E = x.shape[-1], _num_experts(weights.w_gate)
     if tuple(weights.router.shape) != (D, E):
         raise ValueError(f"router has shape {weights.router.shape}; it must be [D,E] = ({D}, {E}).")
     if (weights.down is None) != (weights.up is None):

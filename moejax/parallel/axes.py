@@ -83,6 +83,12 @@ PARAMETER_AXES: dict[str, tuple[str | None, ...]] = {
     "expert_gate": ("experts", "embed", "width"),
     "expert_up": ("experts", "embed", "width"),
     "expert_down": ("experts", "width", "embed"),
+    "expert_gate_codes": ("experts", "width", "embed"),  # packed experts: rows are outputs, as in the published files
+    "expert_gate_scales": ("experts", "width", "embed"),
+    "expert_up_codes": ("experts", "width", "embed"),
+    "expert_up_scales": ("experts", "width", "embed"),
+    "expert_down_codes": ("experts", "embed", "width"),
+    "expert_down_scales": ("experts", "embed", "width"),
     "shared_gate": ("embed", "width"),
     "shared_up": ("embed", "width"),
     "shared_down": ("width", "embed"),

@@ -2,7 +2,7 @@
 
 from .flops import flops_per_token
 from .optimizers import OptimizerConfig, adamw, cosine_schedule
-from .state import TrainState, init_state
+from .state import TrainState, init_state, make_state
 from .step import make_eval_step, make_train_step
 
 __all__ = [
@@ -13,5 +13,6 @@ __all__ = [
     "flops_per_token",
     "init_state",
     "make_eval_step",
+    "make_state",
     "make_train_step",
 ]

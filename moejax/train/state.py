@@ -40,12 +40,18 @@ def init_state(
 ) -> TrainState:
     """A fresh state. Pure: call it under `jax.jit` (with `out_shardings` to initialise straight into shards)."""
     variables = model.init(key, jnp.zeros((1, 1), jnp.int32))
-    params = variables["params"]
+    return make_state(variables["params"], variables.get("router_state", {}), optimizer, balance=balance)
+
+
+def make_state(
+    params: Any, router_state: Any, optimizer: optax.GradientTransformation, *, balance: BalanceStrength | None = None
+) -> TrainState:
+    """The state that starts training from given parameters and selection biases, as from `moejax.hub.load`."""
     return TrainState(
         step=jnp.zeros((), jnp.int32),
         params=params,
         opt_state=optimizer.init(params),
-        router_state=variables.get("router_state", {}),
+        router_state=router_state,
         balance=BalanceStrength() if balance is None else balance,
         skipped=jnp.zeros((), jnp.int32),
     )

@@ -47,10 +47,18 @@ def make_train_step(
     Returns:
       The step. Metrics: loss, tokens, grad_norm, skipped (this step: 0 or 1), and per MoE layer [L] the figures of
       `moejax.train.balance.balance_metrics`.
+
+    Raises:
+      ValueError: clip_norm not positive, or a model with packed experts (expert_weights="mxfp4"), which are read-only.
     """
     if clip_norm is not None and not clip_norm > 0:
         raise ValueError(f"clip_norm is {clip_norm}; it must be positive, or None for no clipping.")
     config = model.config
+    if config.moe.expert_weights == "mxfp4":
+        raise ValueError(
+            "MoEConfig.expert_weights is 'mxfp4': packed experts are read-only and cannot be trained. Load the checkpoint "
+            "unpacked and set expert_weights='mxfp4_qat' (or 'float')."
+        )
     stacked = config.residual != "full"
 
     def step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:

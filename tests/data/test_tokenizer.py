@@ -24,6 +24,12 @@ def test_any_bytes_round_trip_and_make_no_special(data):
     assert TOKENIZER.decode_bytes(TOKENIZER.encode(data, bos=True, eos=True)) == data
 
 
+def test_control_tokens_are_never_found_in_text():
+    assert TOKENIZER.encode("<|eos|>", control_tokens=False).max() < 256
+    with pytest.raises(ValueError, match="control_tokens=True"):
+        TOKENIZER.encode("<|eos|>", control_tokens=True)
+
+
 def test_special_ids_are_distinct_and_reserved():
     ids = list(TOKENIZER.special_ids.values())
     assert len(set(ids)) == len(ids)

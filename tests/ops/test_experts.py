@@ -1,4 +1,6 @@
-"""Routed experts and LatentMoE: golden vectors, blocks against the loop, extreme distributions, masks, rounding."""
+"""Routed experts and LatentMoE: golden vectors, blocks against the loop, extreme distributions, masks, rounding, packed experts."""
+
+import re
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +10,8 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from moejax.ops.activations import swiglu
-from moejax.ops.experts import LatentMoEWeights, expert_mlp, latent_moe
+from moejax.ops.experts import LatentMoEWeights, PackedExperts, expert_mlp, latent_moe
+from moejax.ops.mxfp4 import mxfp4_decode, mxfp4_encode
 
 IMPLEMENTATIONS = ("reference", "xla")
 TOLERANCES = {"float64": (1e-9, 1e-9), "float32": (1e-5, 5e-5)}
@@ -264,3 +267,94 @@ def test_bad_input_is_refused(golden):
     for call, message in bad:
         with pytest.raises(ValueError, match=message):
             call()
+
+
+def make_packed(N, k, E=6, L=64, F=96, dtype=jnp.float64):
+    """-> (x, experts, weights, packed matrices, the same decoded to [E,in,out], cotangent)."""
+    x, experts, weights, *matrices, ct = make(N, k, E, L, F, dtype=dtype)
+    packed = [PackedExperts(*mxfp4_encode(jnp.swapaxes(w, 1, 2))) for w in matrices]
+    return x, experts, weights, packed, [jnp.swapaxes(mxfp4_decode(*w, dtype=dtype), 1, 2) for w in packed], ct
+
+
+def packed_gradients(implementation):
+    """jit of (x, experts, weights, matrices, ct, mask) -> value, dx, d_weights: what LoRA on frozen experts needs."""
+
+    def run(x, experts, weights, matrices, ct, mask=None):
+        call = lambda x, weights: expert_mlp(x, experts, weights, *matrices, mask=mask, implementation=implementation)
+        y, pull = jax.vjp(call, x, weights)
+        return y, *pull(ct)
+
+    return jax.jit(run)
+
+
+@pytest.mark.parametrize(("N", "k", "dtype"), [(1, 1, "float32"), (17, 2, "bfloat16"), (130, 3, "float64")])
+def test_packed_experts_equal_decoded_ones(x64, N, k, dtype):
+    """Bit for bit in blocks, values and gradients; the loop over all experts to rounding. Masked NaN rows are not read."""
+    x, experts, weights, packed, decoded, ct = make_packed(N, k, dtype=dtype)
+    mask = jnp.arange(N) % 5 != 3
+    x = jnp.where(mask[:, None], x, jnp.nan)
+    fast, slow = packed_gradients("xla"), packed_gradients("reference")
+    expected = fast(x, experts, weights, decoded, ct, mask)
+    for a, b in zip(fast(x, experts, weights, packed, ct, mask), expected, strict=True):
+        assert np.isfinite(np.asarray(b, np.float64)).all() and np.abs(np.asarray(b, np.float64)).max() > 0
+        np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
+    tolerance = {"float32": 1e-6, "bfloat16": 1.6e-2, "float64": 1e-14}[dtype]  # bfloat16 sums over experts in dx
+    for a, b in zip(slow(x, experts, weights, packed, ct, mask), slow(x, experts, weights, decoded, ct, mask), strict=True):
+        assert relative(a, b) < tolerance
+
+
+def test_gradient_of_packed_experts_against_float64_autodiff(x64):
+    x, experts, weights, packed, decoded, ct = make_packed(65, 2)
+    for a, b in zip(
+        packed_gradients("xla")(x, experts, weights, packed, ct),
+        packed_gradients("reference")(x, experts, weights, decoded, ct),
+        strict=True,
+    ):
+        assert relative(a, b) < 1e-12
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_packed_experts_are_never_decoded_as_a_stack(implementation):
+    """No array of the compiled value-and-gradient program is as large as one decoded stack, in any dtype."""
+    x, experts, weights, packed, decoded, ct = make_packed(8, 2, E=16, L=128, F=128, dtype=jnp.float32)
+    run, stack = packed_gradients(implementation), 16 * 128 * 128
+
+    def largest(matrices):
+        program = run.lower(x, experts, weights, matrices, ct).compile()
+        shapes = re.findall(r"\b(?:pred|bf16|[fsu]\d+)\[([\d,]+)\]", program.as_text())
+        return max(np.prod([int(n) for n in shape.split(",")]) for shape in shapes), program.memory_analysis()
+
+    elements, memory = largest(packed)
+    assert elements <= stack // 2  # the codes
+    assert memory.temp_size_in_bytes < stack * 4 // 2
+    assert largest(decoded)[0] >= stack
+
+
+def test_layer_with_packed_experts():
+    """latent_moe: bit-equal to the layer with decoded experts, in the dtype of x, whatever that of the other weights."""
+    x, _, _, packed, decoded, _ = make_packed(33, 2, dtype=jnp.float32)
+    normal = jax.random.normal(jax.random.key(0), (6, 64))
+    layer = LatentMoEWeights(normal.T, normal.T @ normal, jnp.ones(64), normal.T @ normal, None, None, None, None, None, None)
+    run = jax.jit(lambda x, layer: latent_moe(x, jnp.zeros(6), layer, 2).y)
+    names = ("w_gate", "w_up", "w_down")
+    for dtype in ("float32", "bfloat16"):
+        matrices = (dict(zip(names, kind, strict=True)) for kind in (packed, decoded))
+        a, b = (run(x.astype(dtype), layer._replace(**weights)) for weights in matrices)
+        assert a.dtype == dtype
+        np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
+
+
+def test_bad_packed_experts():
+    x, experts, weights, packed, decoded, _ = make_packed(5, 2, dtype=jnp.float32)
+    gate, up, down = packed
+    bad = [
+        ((gate, up, decoded[2]), "w_gate packed, w_up packed, w_down not: .* together or not at all"),
+        ((decoded[0], up, down), "together or not at all"),
+        ((gate._replace(codes=gate.codes.astype(jnp.int8)), up, down), "w_gate.codes is int8"),
+        ((gate, up._replace(scales=up.scales[:, :, :1]), down), r"w_up.scales uint8\[6, 96, 1\]"),
+        ((gate, up, down._replace(codes=down.codes[0])), r"w_down.codes is uint8\[64, 48\]"),
+        ((gate, up, gate), r"\[E,F,L\]"),
+    ]
+    for matrices, message in bad:
+        with pytest.raises(ValueError, match=message):
+            expert_mlp(x, experts, weights, *matrices)
