@@ -26,6 +26,7 @@ from moejax.hub.shards import ShardReader, TensorSpec
 from moejax.hub.verify import Verification, verify
 
 LAYER = re.compile(r"(?:.*\.)?model\.layers\.(\d+)\.")
+MOST = 40
 MIXERS = {"K": "KDA", "M": "MLA"}
 
 
@@ -114,7 +115,7 @@ def main(
     path: Annotated[pathlib.Path, tyro.conf.Positional],
     verify_names: Annotated[bool, tyro.conf.arg(name="verify"), tyro.conf.FlagCreatePairsOff] = False,
     preset: Literal["tiny", "small", "kimi_linear_48b", "kimi_k3"] | None = None,
-    most: int = 40,
+    most: int = MOST,
 ) -> int:
     """Show what a published checkpoint holds, without reading its weights.
 
@@ -124,6 +125,9 @@ def main(
         preset: The preset to compare with; None: the one that config.json describes.
         most: Differences to show.
     """
+    if not verify_names and (preset is not None or most != MOST):
+        print("error: --preset and --most say how to --verify; give --verify, too.", file=sys.stderr)
+        return 2
     console = Console(width=None if sys.stdout.isatty() else 140, highlight=False)
     try:
         published = read_config(path)

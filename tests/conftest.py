@@ -112,7 +112,7 @@ def sparse_checkpoint():
     import struct
 
     from moejax import hub
-    from moejax.hub.published_config import published_config
+    from moejax.hub.written_config import published_config
 
     def write(config, folder, *, files=1, vision=None):
         outer = config.kda.lower_bound is not None

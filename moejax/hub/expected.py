@@ -7,7 +7,7 @@ import re
 from typing import Any
 
 from ..config import ModelConfig
-from .names import CODE_SUFFIX, Layout, Parameter, Rule, Slot, parameter_table, unused_names
+from .names import CODE_SUFFIX, GROUP, Layout, Parameter, Rule, Slot, parameter_table, unused_names
 from .shards import TensorSpec
 
 NOT_BUILT = ("vision_tower.", "mm_projector.")
@@ -41,6 +41,9 @@ def inventory(
     """
     outer = config.kda.lower_bound is not None if outer is None else outer
     layout = Layout(outer, outer if packed is None else packed)
+    sizes = (config.moe.latent or config.hidden, config.moe.expert_width)
+    if layout.packed and any(size % GROUP for size in sizes):
+        raise ValueError(f"packed experts need sizes that are multiples of {GROUP}; these are {sizes[0]} x {sizes[1]}. Use packed=False.")
     specs: dict[str, TensorSpec] = {}
     for parameter in parameter_table(config, layout):
         for slot in parameter.slots.values():
@@ -83,8 +86,13 @@ class Match:
     """Stored tensors to keep verbatim."""
     spelling: dict[str, str]
     forms: dict[str, TensorSpec]
-    problems: list[str]
-    """One line for each tensor that is missing, not expected, of another shape or dtype."""
+    differences: dict[str, str]
+    """{stored tensor: what is wrong with it}."""
+
+    @property
+    def problems(self) -> list[str]:
+        """One line for each tensor that is missing, not expected, of another shape or dtype."""
+        return [f"{name}: {text}" for name, text in self.differences.items()]
 
 
 def experts_packed(specs: dict[str, TensorSpec]) -> bool:
@@ -93,19 +101,22 @@ def experts_packed(specs: dict[str, TensorSpec]) -> bool:
     return any(name.endswith(CODE_SUFFIX) and ".experts." in name for name in specs)
 
 
-def match(config: ModelConfig, layout: Layout, specs: dict[str, TensorSpec], dtype: str) -> Match:
-    """Fit the table of `config` to the stored `specs`; every disagreement becomes a line of `problems`."""
-    result = Match(parameter_table(config, layout), [], {}, {}, [])
+def match(config: ModelConfig, layout: Layout, specs: dict[str, TensorSpec], dtype: str, mtp_layers: int = 0) -> Match:
+    """Fit the table of `config` to the stored `specs`; every disagreement becomes one of `differences`.
+
+    dtype: code of the matrices. mtp_layers: layers behind the trunk (num_nextn_predict_layers), kept as extra.
+    """
+    result = Match(parameter_table(config, layout), [], {}, {}, {})
     used: set[str] = set()
     for parameter in result.table:
         for index, slot in parameter.slots.items():
             assert slot is not None  # a table from parameter_table is full
             parameter.slots[index] = _fit(slot, specs, layout, dtype, result, used)
-    used -= unused_names(config, layout)
-    for name in sorted(specs.keys() - used):
+    _join_codes_and_scales(result.table)
+    for name in sorted(specs.keys() - (used - unused_names(config, layout))):
         result.extra.append(name)
-        if not _known_unused(name, config, layout):
-            result.problems.append(f"{name}: {specs[name]} in the files, not expected")
+        if name not in used and not _not_built(name, config, layout, mtp_layers):
+            result.differences[name] = f"{specs[name]} in the files, not expected"
     return result
 
 
@@ -114,11 +125,11 @@ def _fit(slot: Slot, specs: dict[str, TensorSpec], layout: Layout, dtype: str, r
     if name not in specs and slot.alias in specs:
         name = slot.alias
         result.spelling[slot.name] = name
-    rule, problems, readable = slot.rule, [], True
+    rule, readable = slot.rule, True
     for stored, wanted in slot.rule.stored(name, dtype).items():
         found = specs.get(stored)
         if found is None:
-            problems.append(f"{stored}: missing, expected {wanted}")
+            result.differences[stored] = f"missing, expected {wanted}"
             readable = False
             continue
         used.add(stored)
@@ -126,15 +137,13 @@ def _fit(slot: Slot, specs: dict[str, TensorSpec], layout: Layout, dtype: str, r
         allowed = _dtypes(rule, wanted.dtype, dtype, layout)
         if fitted is None or found.dtype not in allowed:
             expected = " or ".join(str(TensorSpec(wanted.shape, code)) for code in allowed)
-            problems.append(f"{stored}: {found} in the files, expected {expected}")
+            result.differences[stored] = f"{found} in the files, expected {expected}"
         if fitted is None or (found.dtype not in allowed and not {found.dtype, wanted.dtype} <= FLOATING):
             readable = False
         else:
             rule = fitted
-            if found != wanted:
+            if found != wanted and found.dtype in allowed:  # what had to be converted is written as our table says
                 result.forms[stored] = found
-    if problems and problems[0] not in result.problems[-len(problems) :]:  # two parameters may share a tensor
-        result.problems += problems
     return Slot(name, rule, slot.alias) if readable else None
 
 
@@ -144,13 +153,24 @@ def _with_shape(rule: Rule, found: TensorSpec, wanted: TensorSpec) -> Rule | Non
     return rule.with_shape(found.shape)
 
 
+def _join_codes_and_scales(table: list[Parameter]) -> None:
+    """Of a matrix that is kept packed, codes and scales are both read or neither."""
+    by_path = {(parameter.collection, parameter.path): parameter for parameter in table}
+    for (collection, path), codes in by_path.items():
+        if path[-1].endswith("_codes"):
+            scales = by_path[collection, (*path[:-1], path[-1].removesuffix("_codes") + "_scales")]
+            for index in codes.slots:
+                if codes.slots[index] is None or scales.slots[index] is None:
+                    codes.slots[index] = scales.slots[index] = None
+
+
 def _dtypes(rule: Rule, wanted: str, model: str, layout: Layout) -> tuple[str, ...]:
     """Dtypes that a stored tensor may have. Kimi-Linear-48B keeps convolutions in bfloat16, K3 in float32."""
     return (wanted, model) if rule.kind == "wide" and not layout.outer and model != wanted else (wanted,)
 
 
-def _known_unused(name: str, config: ModelConfig, layout: Layout) -> bool:
-    if name in unused_names(config, layout) or name.startswith(NOT_BUILT):
+def _not_built(name: str, config: ModelConfig, layout: Layout, mtp_layers: int) -> bool:
+    if name.startswith(NOT_BUILT):
         return True
     layer = re.match(re.escape(f"{layout.prefix}model.layers.") + r"(\d+)\.", name)
-    return layer is not None and int(layer.group(1)) >= config.layers  # MTP layers follow the trunk
+    return layer is not None and config.layers <= int(layer.group(1)) < config.layers + mtp_layers

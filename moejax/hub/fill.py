@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,10 +21,52 @@ from .shards import ShardReader
 
 PIECE = 1 << 19  # values a thread handles at a time: a few MB of temporaries each
 Index = tuple[slice, ...]
+"""Explicit starts and stops, an axis each."""
+Bounds = tuple[tuple[int, int], ...]
+"""The same, to be a key."""
+
+
+class Group(NamedTuple):
+    """Shards that differ in their columns (in the file) only: read together, so that no byte is read twice."""
+
+    bounds: Index
+    """Of what is read: from the first column of any shard to the last."""
+    shards: dict[Bounds, list[Any]]
+    """The devices of each shard."""
+
+
+def groups(parameter: Parameter, sharding: Sharding | None) -> list[Group]:
+    """What this process reads of a parameter, and for which of its devices (None: the default device)."""
+    shape = parameter.shape
+    everything = tuple((0, length) for length in shape)
+    if sharding is None:
+        return [Group(_slices(everything), {everything: [None]})]
+    shards: dict[Bounds, list[Any]] = {}
+    for device, index in sharding.addressable_devices_indices_map(shape).items():
+        bounds = everything if index is None else tuple(part.indices(length)[:2] for part, length in zip(index, shape, strict=True))
+        shards.setdefault(bounds, []).append(device)
+    columns = _column_axes(parameter)
+    together: dict[Bounds, dict[Bounds, list[Any]]] = {}
+    for bounds, devices in shards.items():
+        rows = tuple((0, 0) if axis in columns else part for axis, part in enumerate(bounds))
+        together.setdefault(rows, {})[bounds] = devices
+    return [Group(_union(members), members) for members in together.values()]
+
+
+def bytes_to_fill(parameter: Parameter, dtype: np.dtype, sharding: Sharding | None) -> int:
+    """What `Filler.place` will tell `advance` in all."""
+    total = 0
+    for group in groups(parameter, sharding):
+        parts = _packed_parts(parameter, group.bounds) if parameter.rule.kind == "packed" else [(parameter, group.bounds)]
+        for part, bounds in parts:
+            filled = [at for at, slot in _slots(part, bounds) if slot is not None]
+            size = math.prod(axis.stop - axis.start for axis in bounds[len(part.stack) :])
+            total += len(filled) * size * (1 if part is not parameter else dtype.itemsize)
+    return total
 
 
 class Filler:
-    """Fills parts of parameters from the files of one reader."""
+    """Fills parameters from the files of one reader."""
 
     def __init__(
         self,
@@ -37,37 +79,33 @@ class Filler:
         self.reader, self.initial, self.pool, self.advance = reader, initial, pool, advance
 
     def place(self, parameter: Parameter, dtype: np.dtype, sharding: Sharding | None) -> jax.Array:
-        """The parameter on its devices, one shard at a time; a shard that several devices hold is read once."""
-        shape = parameter.shape
-        everything = tuple(slice(0, length) for length in shape)
-        if sharding is None:
-            return self._shard(parameter, everything, dtype, [None])[0]
-        devices: dict[tuple, list[Any]] = {}
-        for device, index in sharding.addressable_devices_indices_map(shape).items():
-            bounds = tuple(part.indices(length)[:2] for part, length in zip(index or everything, shape, strict=True))
-            devices.setdefault(bounds, []).append(device)
-        arrays = []
-        for bounds, replicas in devices.items():
-            arrays += self._shard(parameter, tuple(slice(*part) for part in bounds), dtype, replicas)
-        return jax.make_array_from_single_device_arrays(shape, sharding, arrays)
+        """The parameter on its devices, one group of shards at a time."""
+        arrays: list[jax.Array] = []
+        for group in groups(parameter, sharding):
+            if parameter.rule.kind == "packed":
+                arrays += self._decoded(parameter, group, dtype)
+                continue
+            value = self.fill(parameter, group.bounds, dtype)
+            for bounds, devices in group.shards.items():
+                part = value if len(group.shards) == 1 else _cut(value, bounds, group.bounds)
+                arrays += [jax.device_put(part, device, may_alias=True) for device in devices]
+        return arrays[0] if sharding is None else jax.make_array_from_single_device_arrays(parameter.shape, sharding, arrays)
 
-    def _shard(self, parameter: Parameter, bounds: Index, dtype: np.dtype, devices: list[Any]) -> list[jax.Array]:
-        if parameter.rule.kind == "packed":
-            return self._decoded(parameter, bounds, dtype, devices)
-        value = self.fill(parameter, bounds, dtype)
-        return [jax.device_put(value, device, may_alias=True) for device in devices]
-
-    def _decoded(self, parameter: Parameter, bounds: Index, dtype: np.dtype, devices: list[Any]) -> list[jax.Array]:
+    def _decoded(self, parameter: Parameter, group: Group, dtype: np.dtype) -> list[jax.Array]:
         """MXFP4 is moved packed and decoded on the device: a quarter of the bytes, and 3 to 4 times NumPy's speed on a CPU."""
-        *stack, into, out = bounds
-        first, last = into.start // GROUP, -(-into.stop // GROUP)
-        codes = self.fill(_stored_part(parameter, 0), (*stack, out, slice(first * GROUP // 2, last * GROUP // 2)), np.dtype(np.uint8))
-        scales = self.fill(_stored_part(parameter, 1), (*stack, out, slice(first, last)), np.dtype(np.uint8))
-        cut = (into.start - first * GROUP, into.stop - first * GROUP)
+        (codes, at_codes), (scales, at_scales) = _packed_parts(parameter, group.bounds)
+        read = self.fill(codes, at_codes, np.dtype(np.uint8)), self.fill(scales, at_scales, np.dtype(np.uint8))
         values = []
-        for device in devices:
-            pair = (jax.device_put(part, device, may_alias=True) for part in (codes, scales))
-            values.append(self._initialised(parameter, bounds, _decode(*pair, dtype=dtype, cut=cut)))
+        for bounds, devices in group.shards.items():
+            inputs = bounds[-2]
+            cut = (inputs[0] % GROUP, inputs[0] % GROUP + inputs[1] - inputs[0])
+            pair = [
+                _cut(part, tuple((axis.start, axis.stop) for axis in own), whole)
+                for part, (_, own), whole in zip(read, _packed_parts(parameter, _slices(bounds)), (at_codes, at_scales), strict=True)
+            ]
+            for device in devices:
+                on_device = (jax.device_put(part, device, may_alias=True) for part in pair)
+                values.append(self._initialised(parameter, _slices(bounds), _decode(*on_device, dtype=dtype, cut=cut)))
         return jax.block_until_ready(values)  # else the codes of many parameters would wait in memory
 
     def _initialised(self, parameter: Parameter, bounds: Index, value: jax.Array) -> jax.Array:
@@ -76,24 +114,24 @@ class Filler:
             return value
         stacked = len(parameter.stack)
         host = np.array(value)
-        for place, at in _places(bounds[:stacked]):
-            if parameter.slots[place] is None:
-                host[at] = self.initial[parameter.label][place][bounds[stacked:]]
+        for place, slot in _slots(parameter, bounds):
+            if slot is None:
+                host[_inside(place, bounds)] = self.initial[parameter.label][place][bounds[stacked:]]
         return jax.device_put(host, value.sharding)
 
     def fill(self, parameter: Parameter, bounds: Index, dtype: np.dtype) -> np.ndarray:
-        """The part of the parameter inside `bounds` (explicit starts and stops), on the host."""
+        """The part of the parameter inside `bounds`, on the host."""
         out = _aligned([part.stop - part.start for part in bounds], dtype)
         stacked = len(parameter.stack)
         jobs = []
-        for place, at in _places(bounds[:stacked]):
-            slot = parameter.slots[place]
+        for place, slot in _slots(parameter, bounds):
+            target = out[_inside(place, bounds)]
             if slot is not None:
-                jobs += [(out[at], slot, piece, bounds[stacked:]) for piece in pieces(slot.rule, bounds[stacked:])]
+                jobs += [(target, slot, piece, bounds[stacked:]) for piece in pieces(slot.rule, bounds[stacked:])]
             elif parameter.label in self.initial:
-                out[at] = self.initial[parameter.label][place][bounds[stacked:]]
+                target[...] = self.initial[parameter.label][place][bounds[stacked:]]
             else:  # codes and scales of an expert that is missing: see _initialised
-                out[at] = 0
+                target[...] = 0
         for done in self.pool.map(self._fill_piece, jobs):
             self.advance(done)
         return out
@@ -106,10 +144,47 @@ class Filler:
         return target[inside].nbytes
 
 
-def _places(bounds: Index) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """(index over the stacked axes, the same counted from the part's start) of each slice inside `bounds`."""
-    for place in itertools.product(*(range(part.start, part.stop) for part in bounds)):
-        yield place, tuple(at - part.start for at, part in zip(place, bounds, strict=True))
+def _slices(bounds: Bounds) -> Index:
+    return tuple(slice(*part) for part in bounds)
+
+
+def _union(members: Iterable[Bounds]) -> Index:
+    return tuple(slice(min(start for start, _ in axis), max(stop for _, stop in axis)) for axis in zip(*members, strict=True))
+
+
+def _cut(value: np.ndarray, bounds: Bounds, whole: Index) -> np.ndarray:
+    """The part `bounds` of a value that covers `whole`, as an array of its own."""
+    return np.ascontiguousarray(value[tuple(slice(a - w.start, b - w.start) for (a, b), w in zip(bounds, whole, strict=True))])
+
+
+def _column_axes(parameter: Parameter) -> set[int]:
+    """The parameter's axes that lie along a row of the stored matrix."""
+    rule, stacked = parameter.rule, len(parameter.stack)
+    if rule.padded:  # always read whole, to check the padding
+        return {stacked}
+    if sum(bool(group) for group in rule.split) < 2:
+        return set()
+    first = len(rule.factors) - len(rule.split[-1])
+    return {stacked + at for at, factor in enumerate(rule.axes) if factor >= first}
+
+
+def _slots(parameter: Parameter, bounds: Index) -> Iterator[tuple[tuple[int, ...], Slot | None]]:
+    """(index over the stacked axes, slot) of each slice inside `bounds`."""
+    for place in itertools.product(*(range(part.start, part.stop) for part in bounds[: len(parameter.stack)])):
+        yield place, parameter.slots[place]
+
+
+def _inside(place: tuple[int, ...], bounds: Index) -> tuple[int, ...]:
+    """An index over the stacked axes, counted from the start of `bounds`."""
+    return tuple(at - part.start for at, part in zip(place, bounds, strict=False))
+
+
+def _packed_parts(parameter: Parameter, bounds: Index) -> list[tuple[Parameter, Index]]:
+    """Codes and scales behind the part `bounds` [...,in,out] of a packed parameter, whole groups of inputs."""
+    *stack, into, out = bounds
+    first, last = into.start // GROUP, -(-into.stop // GROUP)
+    ranges = (slice(first * GROUP // 2, last * GROUP // 2), slice(first, last))
+    return [(_stored_part(parameter, part), (*stack, out, inputs)) for part, inputs in enumerate(ranges)]
 
 
 def _stored_part(parameter: Parameter, part: int) -> Parameter:

@@ -19,15 +19,14 @@ from ..modules.model import HybridLM
 from ..parallel.axes import parameter_shardings
 from .checkpoint import Checkpoint, Source
 from .expected import Match, experts_packed, match
-from .fill import Filler
+from .fill import Filler, bytes_to_fill
 from .names import GROUP, Layout, Parameter
 from .progress import Progress
 from .published_config import PublishedConfig, model_config, read_config, stored_dtype
 from .shards import INDEX, ShardReader
 
 THREADS = 4
-SMALL_FILES = (".json", ".jinja", ".md", ".model", ".py", ".tiktoken", ".txt")
-LARGEST_FILE = 32 << 20  # bytes; of Kimi-K3 the largest small file is the tokenizer's
+LARGEST_FILE = 128 << 20  # bytes; a tokenizer.json of 160,000 tokens has some 20 MB
 FLOATS = {"BF16": "bfloat16", "F32": "float32", "F64": "float64"}
 
 
@@ -42,8 +41,9 @@ def load(
 ) -> Checkpoint:
     """Load a folder of published weights: Kimi K3 (kimi_k3 around kimi_linear) or Kimi-Linear-48B (kimi_linear).
 
-    Memory on the host: what is kept, plus at most the shard of one parameter that is being filled. With `shardings` a
-    process reads the bytes of its own shards only.
+    Memory on the host: what is kept, plus at most one parameter's part of this process (packed, if it is decoded) while it is
+    filled. With `shardings` a process reads the bytes of its own shards, each once; of rows of which its part is under 4 KiB,
+    the whole rows. `extra` is read by every process.
 
     Args:
       path: folder with config.json and model.safetensors, or its index and shards.
@@ -55,7 +55,8 @@ def load(
         {"params": tree, "router_state": tree} of Shardings. None: the default device.
       strict: refuse files with tensors that are missing, not expected, or of another shape or dtype, all named in one
         error. False: warn, and list them in `Checkpoint.skipped`; another floating dtype is converted, parameters without a
-        tensor that fits get initial values (key 0), tensors that are not expected go to `Checkpoint.extra`.
+        tensor that fits get initial values (key 0; the stacked parameter that they are part of is made whole for it, on the
+        host), tensors that are not expected go to `Checkpoint.extra`.
       progress: show a progress bar on stderr; None: when stderr is a terminal.
 
     Returns:
@@ -77,12 +78,14 @@ def load(
         targets = _targets(leaves, config, shardings)
         initial = _initial_values(config, leaves)
         trees: dict[str, Any] = {"params": {}, "router_state": {}}
-        with Progress(leaves, targets, progress) as advance, ThreadPoolExecutor(THREADS) as pool:
+        total = sum(bytes_to_fill(parameter, *target) for parameter, target in zip(leaves, targets, strict=True))
+        with Progress(total, progress) as advance, ThreadPoolExecutor(THREADS) as pool:
             filler = Filler(reader, initial, pool, advance)
             for parameter, (leaf_dtype, sharding) in zip(leaves, targets, strict=True):
                 _put(trees[parameter.collection], parameter.path, filler.place(parameter, leaf_dtype, sharding))
         extra = {name: reader.read(name) for name in matched.extra}
-    return Checkpoint(config, trees["params"], trees["router_state"], extra, _small_files(folder), skipped, source)
+    files = _small_files(folder, set(source.weight_map.values()))
+    return Checkpoint(config, trees["params"], trees["router_state"], extra, files, skipped, source)
 
 
 def _match(
@@ -100,7 +103,7 @@ def _match(
         if not layout.packed:
             raise ValueError(f"keep_packed=True, but the experts in {reader.folder} are not packed; load without it.")
         config = config.replace(moe={"expert_weights": "mxfp4"})
-    matched = match(config, layout, specs, code)
+    matched = match(config, layout, specs, code, published.mtp_layers)
     source = Source(published, layout.packed, code, matched.spelling, matched.forms, reader.weight_map, reader.metadata)
     return config, matched, source
 
@@ -158,7 +161,12 @@ def _targets(
         for parameter, dtype in zip(table, dtypes, strict=True):
             _put(shapes[parameter.collection], parameter.path, jax.ShapeDtypeStruct(parameter.shape, dtype))
         shardings = {name: parameter_shardings(tree, shardings) for name, tree in shapes.items()}
-    return [(dtype, _get(shardings, parameter)) for parameter, dtype in zip(table, dtypes, strict=True)]
+    targets: list[tuple[np.dtype, Sharding | None]] = []
+    for parameter, dtype in zip(table, dtypes, strict=True):
+        targets.append((dtype, _get(shardings, parameter)))
+    if (count := len(jax.tree.leaves(shardings))) != len(targets):
+        raise ValueError(f"shardings has {count} leaves, the model {len(targets)}; give a Mesh, or a tree like its params and router_state.")
+    return targets
 
 
 def _get(shardings: dict[str, Any], parameter: Parameter) -> Sharding:
@@ -171,6 +179,10 @@ def _get(shardings: dict[str, Any], parameter: Parameter) -> Sharding:
         node = node[key]
     if not isinstance(node, Sharding):
         raise ValueError(f"shardings at {parameter.label} is {type(node).__name__}; it must be a jax Sharding.")
+    try:
+        node.shard_shape(parameter.shape)
+    except ValueError as error:
+        raise ValueError(f"shardings at {parameter.label} does not fit its shape {parameter.shape}: {error}") from None
     return node
 
 
@@ -199,7 +211,10 @@ def _initial_values(config: ModelConfig, table: list[Parameter]) -> dict[str, np
     return {label: np.asarray(value) for label, value in jax.jit(init)(jax.random.key(0)).items()}
 
 
-def _small_files(folder: pathlib.Path) -> dict[str, bytes]:
-    """Files beside the weights that make a checkpoint usable: tokenizer, chat template, generation settings, code."""
-    found = (p for p in sorted(folder.iterdir()) if p.suffix in SMALL_FILES and p.name not in (INDEX, "config.json"))
-    return {p.name: p.read_bytes() for p in found if p.is_file() and p.stat().st_size <= LARGEST_FILE}
+def _small_files(folder: pathlib.Path, weights: set[str]) -> dict[str, bytes]:
+    """Files beside the weights: tokenizer, chat template, generation settings, code, licence. Warns of those too large."""
+    found = [p for p in sorted(folder.iterdir()) if p.is_file() and p.name not in {*weights, INDEX, "config.json"}]
+    found = [p for p in found if p.suffix != ".safetensors"]
+    if large := [p.name for p in found if p.stat().st_size > LARGEST_FILE]:
+        warnings.warn(f"{folder}: {', '.join(large)} of over {LARGEST_FILE >> 20} MiB stays behind: not in Checkpoint.files.", stacklevel=3)
+    return {p.name: p.read_bytes() for p in found if p.name not in large}

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import ctypes
 import dataclasses
 import functools
 import json
 import os
 import pathlib
-import shutil
-import tempfile
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -18,52 +16,51 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from ..ops.mxfp4 import mxfp4_encode
 from .checkpoint import Checkpoint, Source
-from .names import CODE_SUFFIX, SCALE_SUFFIX, Layout, Parameter, Rule, parameter_table
-from .published_config import MODEL_DTYPES, published_config
+from .expected import unused_names
+from .folder import check_target, remove, replace, work_folder, write_bytes
+from .names import CODE_SUFFIX, GROUP, SCALE_SUFFIX, Layout, Parameter, Rule, parameter_table
+from .processes import agree
+from .published_config import MODEL_DTYPES
 from .shards import CODES, DTYPES, INDEX, SINGLE, TensorSpec, order_for_file, write_shard
+from .written_config import published_config
 
 SHARD_BYTES = 5 << 30  # of a file, unless one tensor is larger: the usual size on the Hugging Face hub
-RENAME_EXCHANGE = 2  # linux/fs.h
 
 
 def save(path: str | os.PathLike, checkpoint: Checkpoint, *, pack_experts: bool | None = None, dtype: str | None = None) -> None:
     """Write `checkpoint` as a folder of safetensors weights with config.json, in the published layout.
 
     What was loaded is written the way its files were: names, dtypes, shards, `extra` and `files` verbatim. The folder
-    appears whole: a save that is killed leaves the old folder as it was. In a run of several processes all call it, the
-    first writes (parameters are gathered one tensor at a time).
+    appears whole: a save that fails or is killed leaves the old folder as it was. In a run of several processes all call it, the
+    first writes (parameters are gathered one tensor at a time), and an error of the first is raised on all.
 
     Args:
-      path: folder to write. An existing checkpoint there is replaced, but only if the new one has each of its small files.
+      path: folder to write; a link is followed. An existing checkpoint there is replaced, but only if everything else in the
+        folder is among the new checkpoint's `files`.
       checkpoint: from `load`, or `Checkpoint(config, params, router_state)` of your own.
       pack_experts: routed experts as MXFP4 (True) or in the matrices' dtype (False). None: as they were loaded, else
         packed if config.moe.expert_weights is "mxfp4" or "mxfp4_qat". Rounding to MXFP4 loses nothing that was loaded from it.
-      dtype: "bfloat16" or "float32" for the matrices; None: as they were loaded, else config.param_dtype. Convolutions,
-        A_log, dt_bias, KDA's output norm and the selection bias are written in float32.
+      dtype: "bfloat16", "float32" or "float64" for the matrices; None: as they were loaded, else config.param_dtype.
+        Convolutions, A_log, dt_bias, KDA's output norm and the selection bias are written in float32 (the first four as they
+        were loaded, where Kimi-Linear files had them in the matrices' dtype).
 
     Raises:
       ValueError: leaves that are missing, not expected or of another shape; a configuration that published files cannot
         hold; experts that are not finite; a folder at `path` with files that a checkpoint does not have.
     """
     plan = _plan(checkpoint, pack_experts, dtype)
-    target = pathlib.Path(path).absolute()
-    if jax.process_index() == 0:
-        _check_target(target, plan)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        work = pathlib.Path(tempfile.mkdtemp(prefix=f".{target.name}.saving-", dir=target.parent))
-        try:
-            _write(work, plan)
-            _exchange(work, target)
-        finally:
-            shutil.rmtree(work, ignore_errors=True)  # after the exchange it holds the old checkpoint
-    else:
-        for specs in plan.files.values():
-            for name in specs:
-                plan.tensor(name)  # take part in gathering
-    if jax.process_count() > 1:
-        from jax.experimental import multihost_utils
-
-        multihost_utils.sync_global_devices("moejax.hub.save")
+    with agree("saving"):
+        target = check_target(path, checkpoint.files) if jax.process_index() == 0 else pathlib.Path(path)
+        work = work_folder(target) if jax.process_index() == 0 else None
+    names = plan.names()
+    with agree("saving", at_last=lambda: [plan.gather(name) for name in names]):
+        if work is not None:
+            try:
+                _write(work, plan, names)
+                replace(target, work, checkpoint.files)
+            finally:
+                if work.exists():
+                    remove(work)
 
 
 @dataclasses.dataclass
@@ -78,15 +75,27 @@ class _Plan:
     specs: dict[str, TensorSpec]
     writers: dict[str, _Tensor]
     metadata: dict[str, str]
-    cached: tuple[str, dict[str, np.ndarray]] = ("", {})
+    gathered: tuple[str, np.ndarray | None] = ("", None)
+    encoded: tuple[str, dict[str, np.ndarray]] = ("", {})
+
+    def names(self) -> Iterator[str]:
+        """Every tensor in the order of writing: what all processes gather, in step."""
+        return iter([name for specs in self.files.values() for name in specs])
+
+    def gather(self, name: str) -> np.ndarray | None:
+        """Fetch from the devices what `name` is made of; codes and scales of one matrix come together."""
+        if name not in self.checkpoint.extra and self.gathered[0] != self.writers[name].name:
+            self.gathered = (self.writers[name].name, self.writers[name].fetch())
+        return self.gathered[1]
 
     def tensor(self, name: str) -> np.ndarray:
         if name in self.checkpoint.extra:
             return np.asarray(self.checkpoint.extra[name]).astype(DTYPES[self.specs[name].dtype], copy=False)
-        writer = self.writers[name]
-        if self.cached[0] != writer.name:  # codes and scales of one matrix come together
-            self.cached = (writer.name, writer.arrays())
-        return self.cached[1][name]
+        values = self.gather(name)
+        if self.encoded[0] != self.gathered[0]:
+            assert values is not None
+            self.encoded = (self.gathered[0], self.writers[name].arrays(values))
+        return self.encoded[1][name]
 
 
 @dataclasses.dataclass
@@ -99,12 +108,16 @@ class _Tensor:
     parts: list[tuple[Rule, Any, tuple[int, ...]]]
     """(rule, parameter, index over its stacked axes)."""
 
-    def arrays(self) -> dict[str, np.ndarray]:
+    def fetch(self) -> np.ndarray:
+        """The values on the host, in the file's order."""
+        return _merge(self.parts)
+
+    def arrays(self, values: np.ndarray) -> dict[str, np.ndarray]:
         """{stored name: array}."""
         if self.rule.kind == "packed":
-            return self._packed(_merge(self.parts).reshape(self.rule.stored_shape))
+            return self._packed(values.reshape(self.rule.stored_shape))
         ((name, spec),) = self.specs.items()
-        values = _merge(self.parts).reshape(-1)
+        values = values.reshape(-1)
         if values.size < spec.size:  # A_log has zeros behind its heads
             values = np.pad(values, (0, spec.size - values.size))
         return {name: values.reshape(spec.shape).astype(DTYPES[spec.dtype], copy=False)}
@@ -171,17 +184,35 @@ def _plan(checkpoint: Checkpoint, pack_experts: bool | None, dtype: str | None) 
     published = published_config(config, source and source.config, outer=outer, packed=packed, dtype=name)
     writers = _writers(checkpoint, parameter_table(config, Layout(outer, packed)), code)
     specs = {stored: spec for writer in writers.values() for stored, spec in writer.specs.items()}
-    for stored, array in checkpoint.extra.items():
-        if stored not in specs:
-            specs[stored] = TensorSpec(tuple(array.shape), CODES[array.dtype])
-        elif specs[stored].shape != array.shape:
-            wanted = specs[stored].shape
-            raise ValueError(f"extra holds {stored} of shape {array.shape}; this configuration's has {wanted}. Drop it from extra.")
+    _add_extra(specs, checkpoint.extra, unused_names(config, Layout(outer, packed)))
+    _check_files(checkpoint.files)
     files = _files(specs, source)
     by_name = {stored: writer for writer in writers.values() for stored in writer.specs}
     single = list(files) == [SINGLE]
     metadata = dict(source.metadata) if source is not None else {"format": "pt"}
     return _Plan(published.raw, checkpoint, files, single, specs, by_name, metadata)
+
+
+def _add_extra(specs: dict[str, TensorSpec], extra: dict[str, np.ndarray], unused: set[str]) -> None:
+    """Put the tensors of `extra` among those to write; only of unused ones may `params` have values, too."""
+    for name, array in extra.items():
+        if array.dtype not in CODES:
+            raise ValueError(f"extra holds {name} as {array.dtype}; safetensors files hold {', '.join(map(str, CODES))}.")
+        if name == "__metadata__":
+            raise ValueError("extra holds a tensor called __metadata__, a name that safetensors files keep for themselves.")
+        if name not in specs:
+            specs[name] = TensorSpec(tuple(array.shape), CODES[array.dtype])
+        elif name not in unused:
+            raise ValueError(f"extra holds {name}, which params hold, too; remove it from extra.")
+        elif specs[name].shape != array.shape:
+            wanted = specs[name].shape
+            raise ValueError(f"extra holds {name} of shape {array.shape}; this configuration's has {wanted}. Remove it from extra.")
+
+
+def _check_files(files: dict[str, bytes]) -> None:
+    for name in files:
+        if pathlib.PurePath(name).name != name or name in ("config.json", INDEX) or name.endswith(".safetensors"):
+            raise ValueError(f"files holds {name!r}; it must be a plain file name, and none that save writes itself.")
 
 
 def _packed(checkpoint: Checkpoint, pack_experts: bool | None) -> bool:
@@ -194,9 +225,9 @@ def _packed(checkpoint: Checkpoint, pack_experts: bool | None) -> bool:
         return kept == "mxfp4_qat" or (checkpoint.source is not None and checkpoint.source.packed)
     if pack_experts:
         width = checkpoint.config.moe.latent or checkpoint.config.hidden
-        if width % 32 or checkpoint.config.moe.expert_width % 32:
+        if width % GROUP or checkpoint.config.moe.expert_width % GROUP:
             raise ValueError(
-                f"pack_experts=True, but the experts are {width} x {checkpoint.config.moe.expert_width}; MXFP4 needs multiples of 32."
+                f"pack_experts=True, but the experts are {width} x {checkpoint.config.moe.expert_width}; MXFP4 needs multiples of {GROUP}."
             )
     return pack_experts
 
@@ -240,16 +271,13 @@ def _specs(name: str, rule: Rule, source: Source | None, code: str) -> dict[str,
     """Names, shapes and dtypes to write: those of the source where it had its own."""
     spelling = source.spelling.get(name, name) if source is not None else name
     specs = rule.stored(spelling, code)
-    if source is None:
-        return specs
-    return {stored: _as_stored(spec, source.forms.get(stored), source.dtype, code) for stored, spec in specs.items()}
-
-
-def _as_stored(spec: TensorSpec, form: TensorSpec | None, old: str, new: str) -> TensorSpec:
-    """A form of the source; where that was in the matrices' old dtype it follows them to the new one."""
-    if form is None:
-        return spec
-    return TensorSpec(form.shape, new if form.dtype == old and spec.dtype != old else form.dtype)
+    for stored, spec in specs.items():
+        form = source.forms.get(stored) if source is not None else None
+        if source is None or form is None or rule.with_shape(form.shape) is None:
+            continue
+        follows = form.dtype == source.dtype and spec.dtype != source.dtype  # was in the matrices' dtype: stays with them
+        specs[stored] = TensorSpec(form.shape, code if follows else form.dtype)
+    return specs
 
 
 def _files(specs: dict[str, TensorSpec], source: Source | None) -> dict[str, dict[str, TensorSpec]]:
@@ -272,81 +300,20 @@ def _files(specs: dict[str, TensorSpec], source: Source | None) -> dict[str, dic
     return {f"model-{i + 1:05}-of-{len(groups):06}.safetensors": order_for_file(group) for i, group in enumerate(groups)}
 
 
-def _check_target(target: pathlib.Path, plan: _Plan) -> None:
-    """Replacing a folder must lose nothing but the old weights."""
-    if not target.exists():
-        return
-    if not target.is_dir():
-        raise ValueError(f"{target} is a file; give a folder.")
-    ours = {"config.json", INDEX, *plan.checkpoint.files}
-    foreign = [p.name for p in sorted(target.iterdir()) if p.is_dir() or (p.name not in ours and p.suffix != ".safetensors")]
-    if foreign:
-        raise ValueError(
-            f"{target} holds {', '.join(foreign[:8])}{' and more' if len(foreign) > 8 else ''}, which the new checkpoint does not; "
-            "replacing the folder would delete it. Save to a new folder, or move these away."
-        )
+def _write(folder: pathlib.Path, plan: _Plan, names: Iterator[str]) -> None:
+    """Write every file; `names` advances with the tensors, so that the other processes' part is known if one fails."""
 
+    def tensor(name: str) -> np.ndarray:
+        next(names)
+        return plan.tensor(name)
 
-def _write(folder: pathlib.Path, plan: _Plan) -> None:
-    total = 0
     for file, specs in plan.files.items():
-        write_shard(folder / file, specs, plan.tensor, plan.metadata)
-        total += sum(spec.nbytes for spec in specs.values())
+        write_shard(folder / file, specs, tensor, plan.metadata)
     if not plan.single:
-        names = {name: file for file, specs in plan.files.items() for name in specs}
-        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(names.items()))}
-        _write_bytes(folder / INDEX, json.dumps(index, indent=2).encode())
+        weight_map = {name: file for file, specs in plan.files.items() for name in specs}
+        total = sum(spec.nbytes for specs in plan.files.values() for spec in specs.values())
+        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+        write_bytes(folder / INDEX, json.dumps(index, indent=2).encode())
     for name, content in plan.checkpoint.files.items():
-        if pathlib.PurePath(name).name != name:
-            raise ValueError(f"files holds {name!r}; names of files in the folder itself are possible.")
-        _write_bytes(folder / name, content)
-    _write_bytes(folder / "config.json", json.dumps(plan.config, indent=2, ensure_ascii=False).encode())
-    _sync_folder(folder)
-
-
-def _write_bytes(path: pathlib.Path, content: bytes) -> None:
-    with path.open("xb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _sync_folder(folder: pathlib.Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _exchange(work: pathlib.Path, target: pathlib.Path) -> None:
-    """Put the finished folder at `target` in one step; the old one ends at `work`."""
-    os.chmod(work, 0o755)  # mkdtemp made it private
-    if not target.exists():
-        os.rename(work, target)
-    elif not _rename_exchange(work, target):
-        _rename_twice(work, target)
-    _sync_folder(target.parent)
-
-
-def _rename_exchange(work: pathlib.Path, target: pathlib.Path) -> bool:
-    """Swap two folders atomically where the system can (Linux renameat2 on most file systems)."""
-    rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
-    if rename is None:
-        return False
-    here = -100  # AT_FDCWD
-    return rename(here, os.fsencode(work), here, os.fsencode(target), RENAME_EXCHANGE) == 0
-
-
-def _rename_twice(work: pathlib.Path, target: pathlib.Path) -> None:
-    """Without an atomic swap: a crash between the two steps leaves the old checkpoint beside, under the name told here."""
-    aside = target.with_name(f".{target.name}.before-{work.name.rsplit('-', 1)[-1]}")
-    os.rename(target, aside)
-    try:
-        os.rename(work, target)
-    except OSError:
-        os.rename(aside, target)
-        raise
-    os.rename(aside, work)
-
-
+        write_bytes(folder / name, content)
+    write_bytes(folder / "config.json", json.dumps(plan.config, indent=2, ensure_ascii=False).encode())

@@ -31,6 +31,9 @@ DTYPES: dict[str, np.dtype] = {
     "I16": np.dtype(np.int16),
     "I32": np.dtype(np.int32),
     "I64": np.dtype(np.int64),
+    "U16": np.dtype(np.uint16),
+    "U32": np.dtype(np.uint32),
+    "U64": np.dtype(np.uint64),
     "BOOL": np.dtype(np.bool_),
     "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
     "F8_E5M2": np.dtype(ml_dtypes.float8_e5m2),
@@ -91,11 +94,13 @@ def read_header(path: pathlib.Path) -> tuple[dict[str, Any], int]:
 def _check_offsets(header: dict[str, Any], size: int, refuse: Callable[[str], ValueError]) -> None:
     """Tensors must lie one after the other, each as long as its shape says, up to the file's last byte."""
     tensors = {name: entry for name, entry in header.items() if name != "__metadata__"}
+    if not isinstance(header.get("__metadata__", {}), dict):
+        raise refuse("its __metadata__ is no table")
     for name, entry in tensors.items():
-        if not isinstance(entry, dict) or not {"dtype", "shape", "data_offsets"} <= entry.keys():
-            raise refuse(f"the entry of {name} lacks dtype, shape or data_offsets")
-        if entry["dtype"] not in DTYPES:
-            raise refuse(f"{name} has dtype {entry['dtype']!r}, known are {', '.join(DTYPES)}")
+        if not isinstance(entry, dict) or not (_lengths(entry.get("shape")) and _lengths(entry.get("data_offsets"), 2)):
+            raise refuse(f"the entry of {name} has no shape or no data_offsets")
+        if not isinstance(entry.get("dtype"), str) or entry["dtype"] not in DTYPES:
+            raise refuse(f"{name} has dtype {entry.get('dtype')!r}, known are {', '.join(DTYPES)}")
     stop = 0
     for name, entry in sorted(tensors.items(), key=lambda item: tuple(item[1]["data_offsets"])):
         begin, end = entry["data_offsets"]
@@ -106,6 +111,11 @@ def _check_offsets(header: dict[str, Any], size: int, refuse: Callable[[str], Va
         stop = end
     if stop != size:
         raise refuse(f"its header promises {stop} bytes of data, the file holds {size}")
+
+
+def _lengths(value: Any, count: int | None = None) -> bool:
+    """Whether a header's value is a list of (`count`) integers of at least 0."""
+    return isinstance(value, list) and all(type(n) is int and n >= 0 for n in value) and count in (None, len(value))
 
 
 class ShardReader:

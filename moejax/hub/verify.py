@@ -34,7 +34,7 @@ def verify(reader: ShardReader, published: PublishedConfig, preset: str | None =
         preset = next((name for name in presets.NAMES if comparable(presets.get(name)) == comparable(config)), None)
     wanted = config if preset is None else presets.get(preset)
     problems = [] if preset is None else _different_settings(config, wanted, preset)
-    problems += match(wanted, layout, reader.specs, code).problems
+    problems += match(wanted, layout, reader.specs, code, published.mtp_layers).problems
     if published.vision is not None:
         problems += _vision_problems(published.vision, reader.specs, code)
     return Verification(config, preset, tuple(problems))

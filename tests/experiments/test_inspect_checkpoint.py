@@ -30,6 +30,8 @@ def test_table_and_verification(pytestconfig, tmp_path):
     assert "every name, shape and dtype is as expected" in done.stdout
     done = run(root, golden, "--verify", "--preset", "kimi_k3", "--most", "3")
     assert done.returncode == 1 and "differences from preset kimi_k3" in done.stdout and "more (--most N shows more)" in done.stdout
+    done = run(root, golden, "--preset", "kimi_k3")
+    assert done.returncode == 2 and "give --verify, too" in done.stderr
     for path in golden.glob("model*"):
         shutil.copy(path, tmp_path / path.name)
     done = run(root, tmp_path)

@@ -54,6 +54,11 @@ def test_packed_parameters_have_the_same_inventory():
     assert hub.inventory(config) == hub.inventory(config.replace(moe={"expert_weights": "mxfp4"}))
 
 
+def test_experts_that_cannot_be_packed_are_refused():
+    with pytest.raises(ValueError, match="multiples of 32; these are 64 x 40"):
+        hub.inventory(presets.get("tiny").replace(moe={"expert_width": 40, "shared_width": 80}))
+
+
 def test_differences_are_named(golden_path, tmp_path, rewrite_checkpoint):
     def change(tensors):
         tensors["vision_tower.encoder.final_layernorm.weight"] = np.ones(33, np.float32)

@@ -16,6 +16,7 @@ from moejax.hub.names import Layout, parameter_table
 from moejax.hub.shards import ShardReader
 from moejax.parallel import MeshConfig, make_mesh
 
+hub_load = sys.modules["moejax.hub.load"]  # `hub.load` is the function
 K3 = "language_model.model.layers."
 BF16 = np.dtype(ml_dtypes.bfloat16)
 
@@ -104,8 +105,20 @@ def test_parts_that_are_not_built_are_kept_verbatim(k3, golden_path):
 
 def test_mtp_layers_behind_the_trunk_are_kept(tmp_path, rewrite_checkpoint):
     name = K3 + "8.eh_proj.weight"
-    folder = rewrite_checkpoint("k3_tiny", tmp_path, tensors=lambda t: t.update({name: np.ones((2, 3), BF16)}))
-    assert hub.load(folder).extra[name].shape == (2, 3)
+    more = lambda t: t.update({name: np.ones((2, 3), BF16)})
+    told = lambda c: c["text_config"].update(num_nextn_predict_layers=1)
+    assert hub.load(rewrite_checkpoint("k3_tiny", tmp_path, tensors=more, config=told)).extra[name].shape == (2, 3)
+    with pytest.raises(ValueError, match=r"layers\.8\.eh_proj\.weight: BF16\[2, 3\] in the files, not expected"):
+        hub.load(rewrite_checkpoint("k3_tiny", tmp_path, tensors=more))
+
+
+def test_half_a_model_is_refused(tmp_path, rewrite_checkpoint):
+    def change(config):
+        config["text_config"]["num_hidden_layers"] = 4
+        config["text_config"]["linear_attn_config"].update(full_attn_layers=[4], kda_layers=[1, 2, 3])
+
+    with pytest.raises(ValueError, match=r"layers\.7\..*not expected"):
+        hub.load(rewrite_checkpoint("k3_tiny", tmp_path, config=change))
 
 
 def test_dense_layer_under_either_name(golden_path, tmp_path, rewrite_checkpoint):
@@ -190,6 +203,31 @@ def test_not_strict_takes_the_rest_and_names_what_it_did(tmp_path, rewrite_check
     assert same.count(False) == 3  # final norm, one expert, one q_proj
 
 
+def test_not_strict_keeps_codes_and_scales_together(tmp_path, rewrite_checkpoint):
+    """A kept-packed matrix without its scales gets initial codes, too: the file's codes would be of a wrong size."""
+    name = K3 + "1.block_sparse_moe.experts.3.w2.weight_scale"
+    folder = rewrite_checkpoint("k3_tiny", tmp_path, tensors=lambda t: t.pop(name))
+    with pytest.warns(UserWarning, match="1 tensors"):
+        loaded = hub.load(folder, strict=False, keep_packed=True)
+    ffn = loaded.params["stack"]["blocks_0"]["run_1"]["layer_0"]["sub"]["ffn"]
+    values = hub.mxfp4_decode(np.asarray(ffn["expert_down_codes"])[0, 0], np.asarray(ffn["expert_down_scales"])[0, 0])
+    assert 0.015 < values[3].std() < 0.025 and values[2].std() > 0.05  # initial values; the file's are larger
+    with ShardReader(folder) as reader:
+        assert not np.array_equal(ffn["expert_down_codes"][0, 0, 3], reader.read(name.replace("_scale", "_packed")))
+
+
+def test_what_was_converted_is_saved_as_it_should_be(tmp_path, rewrite_checkpoint):
+    """M3: a selection bias that a file held in bfloat16 is float32 here, and stays so."""
+    name = K3 + "5.block_sparse_moe.gate.e_score_correction_bias"
+    folder = rewrite_checkpoint("k3_tiny", tmp_path / "in", tensors=lambda t: t.update({name: t[name].astype(BF16)}))
+    with pytest.warns(UserWarning, match="1 tensors"):
+        loaded = hub.load(folder, strict=False)
+    hub.save(tmp_path / "out", loaded)
+    with ShardReader(tmp_path / "out") as reader:
+        assert reader.specs[name].dtype == "F32"
+    assert hub.load(tmp_path / "out").skipped == ()
+
+
 @pytest.mark.parametrize(
     ("key", "value", "words"),
     [
@@ -214,6 +252,29 @@ def test_settings_of_another_model_are_refused(tmp_path, rewrite_checkpoint, key
         hub.load(rewrite_checkpoint("k3_tiny", tmp_path, config=change))
 
 
+@pytest.mark.parametrize(
+    ("section", "changes", "words"),
+    [
+        ("linear_attn_config", {"head_dim": None}, "linear_attn_config.head_dim is missing"),
+        ("linear_attn_config", {"num_heads": "4"}, "linear_attn_config.num_heads is '4'; it must be an integer"),
+        ("linear_attn_config", {"full_attn_layers": None}, "linear_attn_config.full_attn_layers is missing"),
+        ("linear_attn_config", {"allow_neg_eigval": True}, "linear_attn_config.allow_neg_eigval is not known"),
+        ("moejax", {"remta": "full"}, "moejax.remta is not known"),
+        (None, {"linear_attn_config": None}, "linear_attn_config is missing"),
+        (None, {"num_experts": None}, "num_experts is missing"),
+        (None, {"num_hidden_layers": "8"}, "num_hidden_layers is '8'; it must be an integer"),
+        (None, {"rms_norm_eps": True}, "rms_norm_eps is True; it must be a number"),
+    ],
+)
+def test_damaged_settings_are_one_error(tmp_path, rewrite_checkpoint, section, changes, words):
+    def change(config):
+        text = config["text_config"]
+        (text if section is None else text.setdefault(section, {})).update(changes)
+
+    with pytest.raises(ValueError, match=words):
+        hub.load(rewrite_checkpoint("k3_tiny", tmp_path, config=change))
+
+
 def test_unknown_settings_are_named(tmp_path, rewrite_checkpoint):
     folder = rewrite_checkpoint("k3_tiny", tmp_path, config=lambda c: c["text_config"].update(new_thing=1))
     with pytest.warns(UserWarning, match="does not use: new_thing"):
@@ -229,6 +290,15 @@ def test_bad_arguments(golden_path):
         hub.load(golden_path("kimi_linear_tiny"), keep_packed=True)
     with pytest.raises(ValueError, match="shardings has no entry for params/embedding"):
         hub.load(golden_path("k3_tiny"), shardings={"params": {}, "router_state": {}})
+    loaded = hub.load(golden_path("kimi_linear_tiny"))
+    mesh = make_mesh(MeshConfig(fsdp=8))
+    tree = jax.tree.map(lambda _: NamedSharding(mesh, PartitionSpec()), {"params": loaded.params, "router_state": loaded.router_state})
+    with pytest.raises(ValueError, match=r"leaves, the model"):
+        hub.load(golden_path("kimi_linear_tiny"), shardings={**tree, "other": NamedSharding(mesh, PartitionSpec())})
+    seven = make_mesh(MeshConfig(fsdp=7))
+    tree["params"]["final_norm"]["weight"] = NamedSharding(seven, PartitionSpec("fsdp"))  # of 48 channels
+    with pytest.raises(ValueError, match="params/final_norm/weight does not fit"):
+        hub.load(golden_path("kimi_linear_tiny"), shardings=tree)
 
 
 # --- dtypes, packing ------------------------------------------------------------------------------------------------------
@@ -324,6 +394,26 @@ def test_any_tree_of_shardings(golden_path, k3):
     loaded = hub.load(golden_path("k3_tiny"), shardings=shardings)
     assert loaded.params["embedding"].sharding == shardings["params"]["embedding"]
     jax.tree.map(np.testing.assert_array_equal, loaded.params, k3.params)
+
+
+@pytest.mark.parametrize("keep_packed", [False, True])
+@pytest.mark.parametrize("axes", [{"fsdp": 8}, {"fsdp": 2, "tensor": 4}, {"fsdp": 2, "expert": 4}], ids=str)
+def test_no_byte_is_read_twice_and_the_bar_ends_full(golden_path, monkeypatch, axes, keep_packed):
+    """Shards of 8 to 64 columns, whose rows are read once for all of them. Read twice: kv_b_proj, for keys and for values,
+    and what goes to `extra` as well."""
+    seen, done, bars = [], [], []
+    close, start = ShardReader.close, hub_load.Progress.__init__
+    monkeypatch.setattr(ShardReader, "close", lambda reader: (seen.append(reader.bytes_read), close(reader)))
+    monkeypatch.setattr(hub_load.Progress, "__init__", lambda bar, total, show: (bars.append(total), start(bar, total, show))[1])
+    monkeypatch.setattr(hub_load.Progress, "__enter__", lambda bar: done.append)
+    loaded = hub.load(golden_path("k3_tiny"), shardings=make_mesh(MeshConfig(**axes)), keep_packed=keep_packed)
+    with ShardReader(golden_path("k3_tiny")) as reader:
+        once = sum(spec.nbytes for spec in reader.specs.values())
+        again = lambda name: "kv_b_proj" in name or name.startswith(K3 + "0.self_attention_res")
+        twice = sum(spec.nbytes for name, spec in reader.specs.items() if again(name))
+    assert seen[0] == once + twice
+    assert sum(done) == bars[0] > 0
+    assert loaded.params["head"].sharding.mesh.size == 8
 
 
 def test_pieces_cover_a_parameter_once_along_the_stored_rows(k3):

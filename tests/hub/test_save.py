@@ -21,7 +21,7 @@ from moejax.parallel import MeshConfig, make_mesh
 from moejax.train import make_state
 from moejax.train.checkpoint import Checkpointer
 
-saving = sys.modules["moejax.hub.save"]  # `hub.save` is the function
+saving, folder_module = sys.modules["moejax.hub.save"], sys.modules["moejax.hub.folder"]  # `hub.save` is the function
 NAME = "language_model.model.layers.1.block_sparse_moe"
 
 
@@ -194,7 +194,37 @@ def test_training_settings_come_back(own, tmp_path):
     assert text["moejax"]["balance"] == "sign" and text["quantization_config"]["format"] == "mxfp4-pack-quantized"
     loaded = hub.load(tmp_path / "a")
     assert loaded.config == config
-    assert hub.load(tmp_path / "a", keep_packed=True).config.moe.expert_weights == "mxfp4"
+    packed = hub.load(tmp_path / "a", keep_packed=True)
+    assert packed.config.moe.expert_weights == "mxfp4"
+    hub.save(tmp_path / "b", packed)
+    assert hub.load(tmp_path / "b").config == config  # keeping them packed does not forget how they are trained
+
+
+ODD = {
+    "no latent": {"moe": {"latent": None, "shared_width": None}},
+    "all dense, all K": {"pattern": "K", "dense_layers": 3},
+    "no dense, all M": {"pattern": "M", "dense_layers": 0, "mla": {"q_latent": None, "gate": False}},
+    "plain": {"residual": "plain", "residual_block": 12, "activation": "swiglu", "pattern": "MKM"},
+    "unbounded, low rank": {"kda": {"lower_bound": None, "output_gate_rank": 8, "conv_width": 7}},
+    "many heads": {"kda": {"heads": 130, "key_dim": 2, "value_dim": 2}, "layers": 5, "pattern": "KKMKM", "dense_layers": 2},
+    "blocks of 1": {"residual_block": 1, "moe": {"latent_norm": False, "renormalize": False, "scaling": 2.5}},
+}
+
+
+@pytest.mark.parametrize("changes", ODD.values(), ids=ODD)
+def test_any_configuration_comes_back(own, tmp_path, changes):
+    """From shapes alone: every leaf filled with numbers of its own."""
+    config = own.config.replace(**changes)
+    shapes = jax.eval_shape(HybridLM(config).init, jax.random.key(0), jnp.zeros((1, 2), jnp.int32))
+    rng = np.random.default_rng(0)
+    draw = lambda leaf: rng.normal(size=leaf.shape).astype(leaf.dtype)
+    trees = [jax.tree.map(draw, shapes.get(name, {})) for name in ("params", "router_state")]
+    hub.save(tmp_path / "a", hub.Checkpoint(config, *trees))
+    for options in ({}, {"shardings": make_mesh(MeshConfig(fsdp=2, expert=2, tensor=2))}):
+        loaded = hub.load(tmp_path / "a", **options)
+        assert loaded.config.replace(pattern=config.mixers) == config.replace(pattern=config.mixers)
+        jax.tree.map(np.testing.assert_array_equal, loaded.params, trees[0])
+        jax.tree.map(np.testing.assert_array_equal, loaded.router_state, trees[1])
 
 
 def test_several_shards(own, tmp_path, monkeypatch):
@@ -246,6 +276,16 @@ def test_bad_arguments(own, golden_path, tmp_path):
         hub.save(tmp_path / "a", packed, pack_experts=False)
     with pytest.raises(ValueError, match="float16"):
         hub.save(tmp_path / "a", own, dtype="float16")
+    for extra, words in (
+        ({"language_model.model.norm.weight": np.ones(32, np.float32)}, "which params hold, too"),
+        ({"__metadata__": np.ones(1, np.float32)}, "keep for themselves"),
+        ({"x": np.ones(1, np.complex64)}, "as complex64"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            hub.save(tmp_path / "a", dataclasses.replace(own, extra=extra))
+    for name in ("config.json", "../x", "model.safetensors"):
+        with pytest.raises(ValueError, match="plain file name"):
+            hub.save(tmp_path / "a", dataclasses.replace(own, files={name: b""}))
     params = jax.tree.map(lambda leaf: leaf, own.params)
     ffn = params["stack"]["blocks_0"]["run_1"]["layer_0"]["sub"]["ffn"]
     ffn["expert_up"] = ffn["expert_up"].at[0, 0, 4, 7, 3].set(jnp.nan)
@@ -258,6 +298,42 @@ def test_bad_arguments(own, golden_path, tmp_path):
 
 
 # --- nothing is lost ------------------------------------------------------------------------------------------------------------
+
+
+def test_only_a_checkpoints_own_files_are_deleted(own, tmp_path, monkeypatch):
+    """Not the adapter beside the weights, and not what comes while the new weights are written."""
+    folder = tmp_path / "a"
+    hub.save(folder, own)
+    (folder / "lora_adapter.safetensors").write_bytes(b"adapter")
+    with pytest.raises(ValueError, match=r"holds lora_adapter\.safetensors"):
+        hub.save(folder, hub.load(folder))
+    (folder / "lora_adapter.safetensors").unlink()
+    write = saving.write_shard
+    monkeypatch.setattr(saving, "write_shard", lambda *a: ((folder / "late.txt").write_text("late"), write(*a))[1])
+    hub.save(folder, own)
+    assert (folder / "late.txt").read_text() == "late" and [p.name for p in tmp_path.iterdir()] == ["a"]
+
+
+def test_links_modes_and_places_that_cannot_be_replaced(own, tmp_path, monkeypatch):
+    real, link = tmp_path / "real", tmp_path / "link"
+    real.mkdir(mode=0o700)
+    link.symlink_to(real)
+    hub.save(link, own)
+    assert link.is_symlink() and (real / "config.json").is_file() and real.stat().st_mode & 0o777 == 0o700
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["link", "real"]
+    monkeypatch.chdir(real)
+    with pytest.raises(ValueError, match="working directory"):
+        hub.save(".", own)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(os.path, "ismount", lambda path: True)
+    with pytest.raises(ValueError, match="mount point"):
+        hub.save(real, own)
+
+
+def test_a_killed_saves_folder_is_named(own, tmp_path):
+    (tmp_path / ".moejax-saving-x").mkdir()
+    with pytest.warns(UserWarning, match=r"\.moejax-saving-x: of a save that was killed"):
+        hub.save(tmp_path / "a", own)
 
 
 def test_a_folder_with_other_things_is_not_replaced(own, tmp_path):
@@ -277,16 +353,18 @@ def test_a_folder_with_other_things_is_not_replaced(own, tmp_path):
 @pytest.mark.parametrize("exchange", [True, False], ids=["atomic swap", "two renames"])
 def test_saving_over_a_checkpoint_replaces_it(own, golden_path, tmp_path, monkeypatch, exchange):
     if not exchange:
-        monkeypatch.setattr(saving, "_rename_exchange", lambda work, target: False)
+        monkeypatch.setattr(folder_module, "_rename_exchange", lambda work, target: False)
     hub.save(tmp_path / "a", own)
     hub.save(tmp_path / "a", hub.load(golden_path("k3_tiny")))
     compare(golden_path("k3_tiny"), tmp_path / "a")
     assert [p.name for p in tmp_path.iterdir()] == ["a"]
 
 
-@pytest.mark.parametrize("where", ["write_shard", "_write_bytes", "_exchange"])
+@pytest.mark.parametrize("where", ["write_shard", "write_bytes", "replace"])
 def test_a_save_that_fails_leaves_the_old_folder(own, golden_path, tmp_path, monkeypatch, where):
-    hub.save(tmp_path / "a", hub.load(golden_path("k3_tiny")))
+    loaded = hub.load(golden_path("k3_tiny"))
+    loaded.files.clear()
+    hub.save(tmp_path / "a", loaded)
 
     def fail(*args, **kwargs):
         raise OSError("disk full")
@@ -316,7 +394,7 @@ def test_a_save_that_is_killed_leaves_the_old_folder(golden_path, tmp_path):
     assert done.returncode == -signal.SIGKILL
     compare(golden_path("k3_tiny"), folder)
     left = [p for p in tmp_path.iterdir() if p != folder]
-    assert len(left) == 1 and left[0].name.startswith(".a.saving-")  # of the killed process; no reader takes it for a checkpoint
+    assert len(left) == 1 and left[0].name.startswith(".moejax-saving-")  # of the killed process; no reader takes it for a checkpoint
     assert os.listdir(left[0])
 
 
@@ -331,7 +409,8 @@ def test_slices_of_replicated_and_sharded_arrays(own):
 
 def test_presets_describe_themselves():
     """config.json of every preset reads back as the preset (all of it: K3's is also what the published file says)."""
-    from moejax.hub.published_config import model_config, published_config
+    from moejax.hub.published_config import model_config
+    from moejax.hub.written_config import published_config
 
     for name in presets.NAMES:
         config = presets.get(name)

@@ -115,6 +115,11 @@ def move(header):
         lambda header: header["language_model.lm_head.weight"].update(shape=[256, 63]),
         lambda header: header["language_model.lm_head.weight"].update(dtype="Q7"),
         lambda header: header["language_model.lm_head.weight"].pop("data_offsets"),
+        lambda header: header["language_model.lm_head.weight"].update(data_offsets=[0]),
+        lambda header: header["language_model.lm_head.weight"].update(data_offsets=None),
+        lambda header: header["language_model.lm_head.weight"].update(shape=5),
+        lambda header: header["language_model.lm_head.weight"].update(shape=[-256, -64]),
+        lambda header: header["language_model.lm_head.weight"].update(dtype=[]),
         move,
     ],
 )

@@ -46,7 +46,29 @@ for mine, whole in zip(jax.tree.leaves(sharded.params), jax.tree.leaves(plain.pa
     for shard in mine.addressable_shards:
         np.testing.assert_array_equal(shard.data, np.asarray(whole)[shard.index])
 hub.save(sys.argv[2], sharded)
-open(f"{sys.argv[2]}.{sys.argv[4]}", "w").write(json.dumps({"bytes": counts, "devices": jax.device_count()}))  # stdout has Gloo's talk
+blocked = sys.argv[2] + "-blocked"
+if jax.process_index() == 0:
+    import pathlib
+    pathlib.Path(blocked).mkdir()
+    (pathlib.Path(blocked) / "notes.txt").write_text("mine")
+said = []
+try:
+    hub.save(blocked, sharded)
+except (ValueError, RuntimeError) as error:
+    said.append(str(error))
+save = sys.modules["moejax.hub.save"]
+if jax.process_index() == 0:
+    write = save.write_shard
+    def stop(path, specs, tensors, metadata):
+        write(path, dict(list(specs.items())[:5]), tensors, metadata)
+        raise OSError("disk full")
+    save.write_shard = stop
+try:
+    hub.save(sys.argv[2], sharded)
+except (OSError, RuntimeError) as error:
+    said.append(str(error))
+result = {"bytes": counts, "devices": jax.device_count(), "said": said}
+open(f"{sys.argv[2]}.{sys.argv[4]}", "w").write(json.dumps(result))  # stdout has Gloo's talk
 """
 
 
@@ -107,6 +129,8 @@ def test_two_processes_read_their_own_experts_and_save_together(tmp_path, sparse
         assert a.specs == b.specs
         assert all(a.read(name).tobytes() == b.read(name).tobytes() for name in a.specs)
         experts = sum(spec.nbytes for name, spec in a.specs.items() if ".experts." in name)
-    for result in results:
+    for number, result in enumerate(results):  # an error of the first process is raised on both, before and in the writing
+        assert "holds notes.txt" in result["said"][0] and "disk full" in result["said"][1]
+        assert ("on process 0" in result["said"][1]) == (number == 1)
         whole, own = result["bytes"]
         assert result["devices"] == 8 and whole - own == experts // 2
