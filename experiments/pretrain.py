@@ -68,16 +68,16 @@ def train(config: PretrainConfig, display: Display) -> int:
     if config.resume:
         folder = pathlib.Path(config.resume)
         _, model = load_run(config.resume)
-        check_memory(config.preset, model)
+        check_memory(config.preset, model, devices=config.mesh.size)
         corpus = read_corpus(config, display)
     else:
         model = model_config(config, ByteTokenizer.vocab_size)
-        check_memory(config.preset, model)
+        check_memory(config.preset, model, devices=config.mesh.size)
         corpus = read_corpus(config, display)
         folder = new_run_folder(config)
         write_run(folder, config, model, corpus.manifest.to_dict())
     devices = jax.devices()
-    more = f" (1 of {len(devices)})" if len(devices) > 1 else ""
+    more = f" ({config.mesh.size} of {len(devices)})" if len(devices) > 1 else ""
     display.note(f"run: {folder}  device: {devices[0].device_kind}{more}")
     run = Pretraining(config, model, corpus, folder, display)
     summary = run.run(resume=bool(config.resume))

@@ -165,7 +165,7 @@ def _targets(
     for parameter, dtype in zip(table, dtypes, strict=True):
         targets.append((dtype, _get(shardings, parameter)))
     if (count := len(jax.tree.leaves(shardings))) != len(targets):
-        raise ValueError(f"shardings has {count} leaves, the model {len(targets)}; give a Mesh, or a tree like its params and router_state.")
+        raise ValueError(f"shardings has {count} leaves, the model {len(targets)}; give a Mesh, or a tree like params and router_state.")
     return targets
 
 

@@ -8,6 +8,7 @@ from flax import linen as nn
 
 from ..config import ModelConfig
 from ..ops.norms import rms_norm
+from ..parallel.layers import ModelParallel
 from .depth_attention import AttentionResidual
 from .feed_forward import FeedForward
 from .kda import KimiDeltaAttention
@@ -36,6 +37,7 @@ class SubLayers(nn.Module):
 
     config: ModelConfig
     spec: LayerSpec
+    parallel: ModelParallel | None = None
 
     def setup(self) -> None:
         c = self.config
@@ -43,14 +45,14 @@ class SubLayers(nn.Module):
         self.mixer_norm = RMSNorm(c.norm_eps, c.param_dtype)
         self.ffn_norm = RMSNorm(c.norm_eps, c.param_dtype)
         if self.spec.mixer == "K":
-            self.mixer = KimiDeltaAttention(c.kda, norm_eps=c.norm_eps, **common)
+            self.mixer = KimiDeltaAttention(c.kda, norm_eps=c.norm_eps, parallel=self.parallel, **common)
         else:
-            self.mixer = GatedMLA(c.mla, **common)
+            self.mixer = GatedMLA(c.mla, parallel=self.parallel, **common)
         glu = {"activation": c.activation, "gate_cap": c.gate_cap, "up_cap": c.up_cap, **common}
         if self.spec.dense:
             self.ffn = FeedForward(c.dense_width, **glu)
         else:
-            self.ffn = LatentMoE(c.moe, norm_eps=c.norm_eps, **glu)
+            self.ffn = LatentMoE(c.moe, norm_eps=c.norm_eps, parallel=self.parallel, **glu)
 
     def mix(self, h: jax.Array, segment_ids: jax.Array | None) -> jax.Array:
         """h [B,T,D] -> the mixer's output [B,T,D]."""
@@ -73,12 +75,13 @@ class DecoderLayer(nn.Module):
 
     config: ModelConfig
     spec: LayerSpec
+    parallel: ModelParallel | None = None
 
     @nn.compact
     def __call__(self, carry: Carry, snapshots: jax.Array | None, count: jax.Array | int, segment_ids) -> Carry:
         """carry, snapshots [S,B,T,D] (the first `count` valid; None: plain residual) -> carry."""
         prefix, valid = carry
-        layers = SubLayers(self.config, self.spec, name="sub")
+        layers = SubLayers(self.config, self.spec, self.parallel, name="sub")
 
         def read(name: str, prefix: jax.Array, valid: jax.Array | bool) -> jax.Array:
             if snapshots is None:
@@ -97,11 +100,12 @@ class SourcesLayer(nn.Module):
 
     config: ModelConfig
     spec: LayerSpec
+    parallel: ModelParallel | None = None
 
     @nn.compact
     def __call__(self, sources: jax.Array, segment_ids) -> tuple[jax.Array, jax.Array]:
         """sources [S,B,T,D] -> the two outputs [B,T,D] that become sources."""
-        layers = SubLayers(self.config, self.spec, name="sub")
+        layers = SubLayers(self.config, self.spec, self.parallel, name="sub")
 
         def read(name: str, sources: jax.Array) -> jax.Array:
             return AttentionResidual(self.config.norm_eps, self.config.param_dtype, name=name)(sources)
@@ -116,12 +120,13 @@ class Unit(nn.Module):
 
     config: ModelConfig
     specs: tuple[LayerSpec, ...]
+    parallel: ModelParallel | None = None
 
     @nn.compact
     def __call__(self, carry: Carry, snapshots, count, segment_ids) -> tuple[Carry, None]:
         layer = nn.remat(DecoderLayer) if self.config.remat == "full" else DecoderLayer
         for index, spec in enumerate(self.specs):
-            carry = layer(self.config, spec, name=f"layer_{index}")(carry, snapshots, count, segment_ids)
+            carry = layer(self.config, spec, self.parallel, name=f"layer_{index}")(carry, snapshots, count, segment_ids)
         return carry, None
 
 
@@ -130,6 +135,7 @@ class Block(nn.Module):
 
     config: ModelConfig
     runs: BlockSpec
+    parallel: ModelParallel | None = None
 
     @nn.compact
     def __call__(self, prefix: jax.Array | None, snapshots: jax.Array | None, count, segment_ids) -> jax.Array:
@@ -148,5 +154,5 @@ class Block(nn.Module):
                 length=repeats,
                 unroll=1 if self.config.scan_layers else repeats,
             )
-            carry, _ = run(self.config, unit, name=f"run_{index}")(carry, snapshots, count, segment_ids)
+            carry, _ = run(self.config, unit, self.parallel, name=f"run_{index}")(carry, snapshots, count, segment_ids)
         return carry[0]

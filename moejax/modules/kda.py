@@ -10,6 +10,7 @@ from flax import linen as nn
 
 from ..config import KDAConfig
 from ..ops.kda_layer import KDAState, KDAWeights, kda_layer
+from ..parallel.layers import ModelParallel, sharded_kda_layer
 from .initializers import dt_bias
 
 
@@ -25,6 +26,8 @@ class KimiDeltaAttention(nn.Module):
     initializer_range: float = 0.02
     param_dtype: str = "float32"
     implementation: str | None = None
+    parallel: ModelParallel | None = None
+    """Spread over a mesh (without `state`); None: as the arrays are."""
 
     @nn.compact
     def __call__(
@@ -36,16 +39,13 @@ class KimiDeltaAttention(nn.Module):
         return_state: bool = False,
     ) -> Any:
         """x [B,T,D] (already normed) -> y [B,T,D] in x.dtype; with `return_state` -> (y, KDAState)."""
-        y, state = kda_layer(
-            x,
-            self._weights(x.shape[-1]),
-            lower_bound=self.config.lower_bound,
-            norm_eps=self.norm_eps,
-            state=state,
-            segment_ids=segment_ids,
-            return_state=return_state,
-            implementation=self.implementation,
-        )
+        weights = self._weights(x.shape[-1])
+        options: Any = dict(lower_bound=self.config.lower_bound, norm_eps=self.norm_eps, implementation=self.implementation)
+        if self.parallel is not None:
+            if state is not None or return_state:
+                raise ValueError("parallel and state exclude each other here; use moejax.parallel.sequence_kda_layer.")
+            return sharded_kda_layer(self.parallel, x, weights, segment_ids=segment_ids, **options)
+        y, state = kda_layer(x, weights, state=state, segment_ids=segment_ids, return_state=return_state, **options)
         return (y, state) if return_state else y
 
     def _weights(self, hidden: int) -> KDAWeights:

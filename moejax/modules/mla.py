@@ -9,6 +9,7 @@ from flax import linen as nn
 from ..config import MLAConfig
 from ..ops.mla import MLAWeights, gated_mla
 from ..ops.rotary import positions_from_segments
+from ..parallel.layers import ModelParallel, sharded_gated_mla
 
 
 class GatedMLA(nn.Module):
@@ -17,11 +18,16 @@ class GatedMLA(nn.Module):
     config: MLAConfig
     initializer_range: float = 0.02
     param_dtype: str = "float32"
+    parallel: ModelParallel | None = None
+    """Spread over a mesh; None: as the arrays are."""
 
     @nn.compact
     def __call__(self, x: jax.Array, segment_ids: jax.Array | None = None) -> jax.Array:
         """x [B,T,D] (already normed), segment_ids [B,T] int32 or None -> [B,T,D] in x.dtype."""
         c = self.config
+        if self.parallel is not None:
+            rotary = {"rotary_base": c.rotary_base, "rotary_scale": c.rotary_scale} if c.positions == "rotary" else None
+            return sharded_gated_mla(self.parallel, x, self._weights(x.shape[-1]), segment_ids=segment_ids, rotary=rotary)
         positions = None
         if c.positions == "rotary":
             ids = jnp.ones(x.shape[:2], jnp.int32) if segment_ids is None else segment_ids

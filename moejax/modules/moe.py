@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
@@ -11,6 +13,7 @@ from ..ops.balance_measures import aux_loss
 from ..ops.balance_rules import router_statistics
 from ..ops.experts import LatentMoEWeights, PackedExperts, latent_moe
 from ..ops.mxfp4 import mxfp4_encode, mxfp4_fake_quant
+from ..parallel.layers import ModelParallel, sharded_latent_moe
 from .feed_forward import gated_activation
 
 
@@ -30,37 +33,42 @@ class LatentMoE(nn.Module):
     initializer_range: float = 0.02
     param_dtype: str = "float32"
     implementation: str | None = None
+    parallel: ModelParallel | None = None
+    """Spread over a mesh, rows exchanged between experts; None: as the arrays are."""
 
     @nn.compact
     def __call__(self, x: jax.Array, segment_ids: jax.Array | None = None) -> jax.Array:
         """x [B,T,D] (already normed), segment_ids [B,T] int32 or None (0 = padding, not routed) -> [B,T,D] in x.dtype."""
         c = self.config
         bias = self.variable("router_state", "bias", jnp.zeros, (c.experts,), jnp.float32)
-        out = latent_moe(
-            x,
-            bias.value,
-            self._weights(x.shape[-1]),
-            c.experts_per_token,
-            mask=None if segment_ids is None else segment_ids != 0,
+        weights, counting = self._weights(x.shape[-1]), self.is_mutable_collection("router_stats") and not self.is_initializing()
+        options: Any = dict(
             scaling=c.scaling,
             renormalize=c.renormalize,
             activation=gated_activation(self.activation, self.gate_cap, self.up_cap),
             eps=self.norm_eps,
             implementation=self.implementation,
         )
-        if self.is_mutable_collection("router_stats") and not self.is_initializing():
-            self._count(out, bias.value, segment_ids)
-        return out.y
+        if self.parallel is not None:
+            rule = c.balance if counting else None
+            options |= {"segment_ids": segment_ids, "rule": rule, "bins": c.histogram_bins}
+            y, statistics = sharded_latent_moe(self.parallel, x, bias.value, weights, c.experts_per_token, **options)
+        else:
+            mask = None if segment_ids is None else segment_ids != 0
+            out = latent_moe(x, bias.value, weights, c.experts_per_token, mask=mask, **options)
+            y, statistics = out.y, self._statistics(out, bias.value, segment_ids) if counting else {}
+        for name, value in statistics.items():
+            self.put_variable("router_stats", name, value)
+        return y
 
-    def _count(self, out, bias: jax.Array, segment_ids: jax.Array | None) -> None:
+    def _statistics(self, out, bias: jax.Array, segment_ids: jax.Array | None) -> dict[str, jax.Array]:
         c, mask = self.config, None if segment_ids is None else (segment_ids != 0).reshape(-1)
         statistics = router_statistics(
             c.balance, out.routing, out.logits, bias, c.experts_per_token, mask=mask, bins=c.histogram_bins
         )
         if c.balance == "aux_loss":
             statistics["aux_loss"] = aux_loss(out.logits, out.routing.experts, mask=mask)
-        for name, value in statistics.items():
-            self.put_variable("router_stats", name, value)
+        return statistics
 
     def _weights(self, hidden: int) -> LatentMoEWeights:
         c = self.config

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 
 from ..config import ModelConfig
+from ..parallel.layers import ModelParallel
 from .block import COLLECTIONS, Block, SourcesLayer
 from .plan import block_starts, layer_specs, plan
 
@@ -38,6 +39,7 @@ class LayerStack(nn.Module):
     """The decoder layers between embedding and output. Parameters of a group are stacked [repeats, units, ...]."""
 
     config: ModelConfig
+    parallel: ModelParallel | None = None
 
     @nn.compact
     def __call__(self, x: jax.Array, segment_ids: jax.Array | None) -> StackOutput:
@@ -88,7 +90,7 @@ class LayerStack(nn.Module):
 
     def _block_fn(self, runs) -> BlockFn:
         collections = [name for name in COLLECTIONS if self.is_mutable_collection(name)]
-        block = Block(self.config, runs, parent=None)
+        block = Block(self.config, runs, self.parallel, parent=None)
 
         def call(params, state, prefix, snapshots, count, segment_ids):
             variables = {"params": params, "router_state": state}
@@ -105,7 +107,7 @@ class LayerStack(nn.Module):
         layer = nn.remat(SourcesLayer) if self.config.remat == "full" else SourcesLayer
         sources = [x]
         for index, spec in enumerate(layer_specs(self.config)):
-            sources += layer(self.config, spec, name=f"layer_{index}")(jnp.stack(sources), segment_ids)
+            sources += layer(self.config, spec, self.parallel, name=f"layer_{index}")(jnp.stack(sources), segment_ids)
         stats = self.variables.get("router_stats", {}) if self.is_mutable_collection("router_stats") else {}
         return StackOutput(None, jnp.stack(sources), total_aux_loss({"router_stats": stats}))
 

@@ -75,7 +75,7 @@ def attention(q, k, v, *, scale=None, segment_ids=None, causal=True, block=None)
         real = (segment_ids > 0)[:, :, None, None]
         q, k, v = (jnp.where(real, x, 0) for x in (q, k, v))
     block = default_block(max(T, S)) if block is None else block
-    (queries, query), (keys, key) = _split(T, block), _split(S, block)
+    (queries, query), (keys, key) = split_rows(T, block), split_rows(S, block)
     layout = _Layout(query, key, queries, keys, T, S, causal, float(scale))
     arrays = tuple(x for x in (q, k, v, segment_ids) if x is not None)
     q, k, v = (match_varying(x, *arrays) for x in (q, k, v))
@@ -134,7 +134,7 @@ def check_segment_ids(segment_ids, shape):
         )
 
 
-def _split(length: int, block: int) -> tuple[int, int]:
+def split_rows(length: int, block: int) -> tuple[int, int]:
     """(number of blocks, rows a block): as even as possible in multiples of 8, so 257 rows are not 256 + 1."""
     count = -(-length // block)
     if count == 1:
@@ -144,17 +144,18 @@ def _split(length: int, block: int) -> tuple[int, int]:
 
 
 # Inside, blocks lead and heads come before rows: q [n,B,J,G,rows,K], k and v [n,B,J,rows,K], segments [n,B,rows].
+# The pieces without a leading underscore also serve moejax.parallel, which walks latents of other shards.
 
 
-def _to_blocks(x, count, rows, heads):
+def to_blocks(x, count, rows, heads):
     """[B,T,H,D] -> [count, B, *heads, rows, D], zero rows at the end."""
     x = jnp.pad(x, ((0, 0), (0, count * rows - x.shape[1]), (0, 0), (0, 0)))
     x = x.reshape(x.shape[0], count, rows, *heads, x.shape[-1])
     return jnp.moveaxis(jnp.moveaxis(x, 2, -2), 1, 0)
 
 
-def _from_blocks(x, length):
-    """Inverse of _to_blocks for any number of head axes: -> [B,T,H,D]."""
+def from_blocks(x, length):
+    """Inverse of to_blocks for any number of head axes: -> [B,T,H,D]."""
     x = jnp.moveaxis(jnp.moveaxis(x, 0, 1), -2, 2)
     batch, count, rows, width = x.shape[0], x.shape[1], x.shape[2], x.shape[-1]
     return x.reshape(batch, count * rows, -1, width)[:, :length]
@@ -167,7 +168,8 @@ def _segment_blocks(segment_ids, count, rows):
     return jnp.moveaxis(padded.reshape(-1, count, rows), 1, 0)
 
 
-def _take(blocks, index) -> Any:
+def take_block(blocks, index) -> Any:
+    """Block `index` of [n,...], or None of None."""
     return None if blocks is None else lax.dynamic_index_in_dim(blocks, index, keepdims=False)
 
 
@@ -184,8 +186,8 @@ def _mask(i, j, query_segments, key_segments, layout):
     return (seen & same)[:, None, None]
 
 
-def _scores(q, k, mask, layout, dtype):
-    scores = jnp.einsum("bjgqd,bjsd->bjgqs", q, k, preferred_element_type=dtype) * layout.scale
+def _scores(q, k, mask, scale, dtype):
+    scores = jnp.einsum("bjgqd,bjsd->bjgqs", q, k, preferred_element_type=dtype) * scale
     return jnp.where(mask, scores, -jnp.inf)
 
 
@@ -193,6 +195,11 @@ def _bounds(query_segments, key_segments, layout) -> _Bounds:
     """Pairs of blocks that can hold a visible pair, by position and, in packed rows, by document."""
     if query_segments is None:
         return _Bounds(jnp.zeros((layout.queries,), jnp.int32), jnp.full((layout.keys,), layout.queries, jnp.int32))
+    return document_bounds(query_segments, key_segments)
+
+
+def document_bounds(query_segments, key_segments) -> _Bounds:
+    """Bounds by document alone of segments [blocks,B,rows]; documents never decrease along a row but for padding."""
     big = jnp.iinfo(jnp.int32).max
     lowest = lax.cummin(jnp.where(query_segments > 0, query_segments, big).min(-1), axis=0, reverse=True)  # [n,B]
     highest = lax.cummax(key_segments.max(-1), axis=0)
@@ -219,8 +226,8 @@ def _query_range(j, bounds, layout):
 
 def _arrange(q, k, v, segment_ids, layout):
     heads = k.shape[2]
-    qs = _to_blocks(q, layout.queries, layout.query, (heads, q.shape[2] // heads))
-    ks, vs = (_to_blocks(x, layout.keys, layout.key, (heads,)) for x in (k, v))
+    qs = to_blocks(q, layout.queries, layout.query, (heads, q.shape[2] // heads))
+    ks, vs = (to_blocks(x, layout.keys, layout.key, (heads,)) for x in (k, v))
     query_segments = _segment_blocks(segment_ids, layout.queries, layout.query)
     key_segments = _segment_blocks(segment_ids, layout.keys, layout.key)
     return qs, ks, vs, query_segments, key_segments
@@ -231,10 +238,10 @@ def _attention(q, k, v, segment_ids, layout):
     return _forward(q, k, v, segment_ids, layout)[0]
 
 
-def _online_step(carry, q, k, v, mask, layout):
+def online_step(carry, q, k, v, mask, scale):
     """One key block of the running softmax: carry is (row maximum, sum of exponentials, weighted values)."""
     top, total, acc = carry
-    scores = _scores(q, k, mask, layout, total.dtype)
+    scores = _scores(q, k, mask, scale, total.dtype)
     new_top = jnp.maximum(top, scores.max(-1))
     shift = jnp.where(new_top == -jnp.inf, 0, new_top)  # a row that has seen nothing: exp(-inf - 0) = 0, not NaN
     decay = jnp.exp(top - shift)
@@ -248,14 +255,14 @@ def _forward(q, k, v, segment_ids, layout):
     qs, ks, vs, query_segments, key_segments = _arrange(q, k, v, segment_ids, layout)
 
     def query_block(i, start, stop):
-        q_i, segments_i = _take(qs, i), _take(query_segments, i)
+        q_i, segments_i = take_block(qs, i), take_block(query_segments, i)
         shape = q_i.shape[:-1]
         empty = (jnp.full(shape, -jnp.inf, dtype), jnp.zeros(shape, dtype), jnp.zeros((*shape, vs.shape[-1]), dtype))
         carry = tuple(match_varying(x, q_i) for x in empty)
 
         def step(j, carry):
-            mask = _mask(i, j, segments_i, _take(key_segments, j), layout)
-            return _online_step(carry, q_i, _take(ks, j), _take(vs, j), mask, layout)
+            mask = _mask(i, j, segments_i, take_block(key_segments, j), layout)
+            return online_step(carry, q_i, take_block(ks, j), take_block(vs, j), mask, layout.scale)
 
         if layout.keys == 1:
             top, total, acc = step(0, carry)
@@ -271,17 +278,17 @@ def _forward(q, k, v, segment_ids, layout):
         out, lse = lax.map(
             lambda i: query_block(i, *_key_range(i, bounds, layout)), jnp.arange(layout.queries, dtype=jnp.int32)
         )
-    result = _from_blocks(out, layout.query_length).astype(v.dtype)
+    result = from_blocks(out, layout.query_length).astype(v.dtype)
     return result, (q, k, v, segment_ids, out, lse)
 
 
-def _pair_gradient(q, k, v, d_out, lse, delta, mask, layout):
+def pair_gradient(q, k, v, d_out, lse, delta, mask, scale):
     """Gradients of one pair of blocks: (dq, dk, dv) in the accumulation dtype."""
     dtype = lse.dtype
-    p = jnp.exp(_scores(q, k, mask, layout, dtype) - lse[..., None])
+    p = jnp.exp(_scores(q, k, mask, scale, dtype) - lse[..., None])
     dv = jnp.einsum("bjgqs,bjgqv->bjsv", p.astype(v.dtype), d_out, preferred_element_type=dtype)
     dp = jnp.einsum("bjgqv,bjsv->bjgqs", d_out, v, preferred_element_type=dtype)
-    ds = (p * (dp - delta[..., None]) * layout.scale).astype(q.dtype)
+    ds = (p * (dp - delta[..., None]) * scale).astype(q.dtype)
     dq = jnp.einsum("bjgqs,bjsd->bjgqd", ds, k, preferred_element_type=dtype)
     dk = jnp.einsum("bjgqs,bjgqd->bjsd", ds, q, preferred_element_type=dtype)
     return dq, dk, dv
@@ -291,26 +298,27 @@ def _backward(layout, saved, d_out):
     q, k, v, segment_ids, out, lse = saved
     dtype = lse.dtype
     qs, ks, vs, query_segments, key_segments = _arrange(q, k, v, segment_ids, layout)
-    d_outs = _to_blocks(d_out, layout.queries, layout.query, qs.shape[2:4])
+    d_outs = to_blocks(d_out, layout.queries, layout.query, qs.shape[2:4])
     deltas = jnp.sum(out * d_outs.astype(dtype), -1)
 
     def pair(i, j, k_j, v_j, segments_j):
-        mask = _mask(i, j, _take(query_segments, i), segments_j, layout)
-        return _pair_gradient(_take(qs, i), k_j, v_j, _take(d_outs, i), _take(lse, i), _take(deltas, i), mask, layout)
+        mask = _mask(i, j, take_block(query_segments, i), segments_j, layout)
+        q_i, d_out_i, lse_i, delta_i = (take_block(x, i) for x in (qs, d_outs, lse, deltas))
+        return pair_gradient(q_i, k_j, v_j, d_out_i, lse_i, delta_i, mask, layout.scale)
 
     if layout.queries == layout.keys == 1:
-        dq, dk, dv = (x[None] for x in pair(0, 0, ks[0], vs[0], _take(key_segments, 0)))
+        dq, dk, dv = (x[None] for x in pair(0, 0, ks[0], vs[0], take_block(key_segments, 0)))
     else:
         bounds = _bounds(query_segments, key_segments, layout)
 
         def key_block(dq, j):
-            k_j, v_j, segments_j = _take(ks, j), _take(vs, j), _take(key_segments, j)
+            k_j, v_j, segments_j = take_block(ks, j), take_block(vs, j), take_block(key_segments, j)
             zeros = tuple(match_varying(jnp.zeros(x.shape, dtype), x) for x in (k_j, v_j))
 
             def step(i, carry):
                 dq, dk, dv = carry
                 dq_i, dk_i, dv_i = pair(i, j, k_j, v_j, segments_j)
-                return lax.dynamic_update_index_in_dim(dq, _take(dq, i) + dq_i, i, 0), dk + dk_i, dv + dv_i
+                return lax.dynamic_update_index_in_dim(dq, take_block(dq, i) + dq_i, i, 0), dk + dk_i, dv + dv_i
 
             dq, dk, dv = lax.fori_loop(*_query_range(j, bounds, layout), step, (dq, *zeros))
             return dq, (dk, dv)
@@ -318,7 +326,7 @@ def _backward(layout, saved, d_out):
         zero = match_varying(jnp.zeros(qs.shape, dtype), qs)
         dq, (dk, dv) = lax.scan(key_block, zero, jnp.arange(layout.keys, dtype=jnp.int32))
     gradients = zip((dq, dk, dv), (q, k, v), strict=True)
-    return (*(_from_blocks(g, x.shape[1]).astype(x.dtype) for g, x in gradients), None)
+    return (*(from_blocks(g, x.shape[1]).astype(x.dtype) for g, x in gradients), None)
 
 
 _attention.defvjp(_forward, _backward)

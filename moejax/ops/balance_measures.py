@@ -50,13 +50,13 @@ def load_metrics(load: Array, tokens: Array | int, k: int) -> LoadMetrics:
     )
 
 
-def aux_loss(logits: Array, experts: Array, *, mask: Array | None = None) -> Array:
+def aux_loss(logits: Array, experts: Array, *, mask: Array | None = None, axes: tuple[str, ...] = ()) -> Array:
     """`E * sum_e f_e P_e`: f_e the share of the choices that went to expert e, P_e the mean softmax probability.
 
     1 when balanced. The gradient flows through P only. Source: Switch Transformer (arXiv 2101.03961) eq. 4-6, with
     k choices a token.
     Args: logits [N,E] float32, bfloat16 or float64; experts int32 [N,k]; mask [N] bool, padding is neither counted
-      nor read.
+      nor read; axes: inside shard_map, the mesh axes that shard the tokens, whose shares are added up first.
     Returns: scalar float32 (float64 for float64 inputs), 0 when no token counts.
     Raises ValueError: shapes or dtypes that break the rules.
     """
@@ -68,9 +68,11 @@ def aux_loss(logits: Array, experts: Array, *, mask: Array | None = None) -> Arr
         raise ValueError(f"experts has shape {experts.shape} and logits {logits.shape}; both need the same N >= 1.")
     mask = checked_mask(mask, tokens)
     dtype = accumulation_dtype(logits)
-    counted = jnp.maximum(mask.sum(), 1).astype(dtype)
-    share = expert_load(experts, mask, num_experts).astype(dtype) / (counted * experts.shape[1])
-    return num_experts * jnp.sum(share * probability_sums(logits, mask) / counted)
+    sums = mask.sum(), expert_load(experts, mask, num_experts), probability_sums(logits, mask)
+    count, load, probability = jax.lax.psum(sums, axes) if axes else sums
+    counted = jnp.maximum(count, 1).astype(dtype)
+    share = load.astype(dtype) / (counted * experts.shape[1])
+    return num_experts * jnp.sum(share * probability / counted)
 
 
 def probability_sums(logits: Array, mask: Array) -> Array:

@@ -4,6 +4,7 @@ Shapes: B batch, T tokens, D model width, H query/key heads, G value heads (a mu
 key and a value head, R and P ranks of the decay and output gates, W taps of the convolution.
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -82,47 +83,58 @@ def kda_layer(
         implementation that is not allowed, segment ids that decrease.
       NotImplementedError: an implementation of `kda` that this version lacks.
     """
-    check_lower_bound(lower_bound)
-    kda_implementation(implementation=implementation)
-    if not norm_eps > 0:
-        raise ValueError(f"norm_eps={norm_eps!r}; it must be > 0 (an all-zero row would divide by 0).")
-    _check(x, weights, state, segment_ids)
-    if segment_ids is not None:  # first of all: NaN at padding would make the gradient of every projection NaN
-        x = jnp.where((segment_ids > 0)[..., None], x, 0)
-    q, q_history = _convolved(x, weights.q_proj, weights.q_conv, state and state.q_history, segment_ids)
-    k, k_history = _convolved(x, weights.k_proj, weights.k_conv, state and state.k_history, segment_ids)
-    v, v_history = _convolved(x, weights.v_proj, weights.v_conv, state and state.v_history, segment_ids)
-    with jax.named_scope("kda_gates"):
-        raw_decay = jnp.einsum("btr,rhk->bthk", x @ weights.decay_down.astype(x.dtype), weights.decay_up.astype(x.dtype))
-        beta_logits = x @ weights.beta_proj.astype(x.dtype)
-    with jax.named_scope("kda_scan"):
-        o, recurrent = gated_kda(
-            q,
-            k,
-            v,
-            raw_decay,
-            beta_logits,
-            weights.A_log,
-            weights.dt_bias,
+    check_kda_layer(x, weights, lower_bound, norm_eps, state, segment_ids, implementation)
+
+    def convolve(inputs, taps, histories):
+        pairs = [short_conv(a, w, history=h, segment_ids=segment_ids) for a, w, h in zip(inputs, taps, histories, strict=True)]
+        return [y for y, _ in pairs], [history for _, history in pairs]
+
+    def recur(*operands):
+        return gated_kda(
+            *operands,
             lower_bound=lower_bound,
             initial_state=None if state is None else state.recurrent,
             segment_ids=segment_ids,
             output_final_state=return_state,
             implementation=implementation,
         )
+
+    return layer_around(x, weights, convolve, recur, norm_eps=norm_eps, state=state, segment_ids=segment_ids)
+
+
+def layer_around(
+    x: jax.Array,
+    weights: KDAWeights,
+    convolve: Callable,
+    recur: Callable,
+    *,
+    norm_eps: float,
+    state: KDAState | None,
+    segment_ids: jax.Array | None,
+) -> tuple[jax.Array, KDAState | None]:
+    """All of the layer that works token by token, around its two parts that work along time. Arguments have been checked.
+
+    convolve(inputs, taps, histories), lists for q, k, v: [B,T,H*K], [W,H*K], [B,W-1,H*K] or None -> outputs, new histories.
+    recur(q, k, v, raw_gate, beta_logits, A_log, dt_bias) as gated_kda -> o, final state. No final state: no KDAState.
+    """
+    if segment_ids is not None:  # first of all: NaN at padding would make the gradient of every projection NaN
+        x = jnp.where((segment_ids > 0)[..., None], x, 0)
+    projections = (weights.q_proj, weights.k_proj, weights.v_proj)
+    inputs = [x @ projection.reshape(projection.shape[0], -1).astype(x.dtype) for projection in projections]
+    histories = [None] * 3 if state is None else [state.q_history, state.k_history, state.v_history]
+    mixed, carried = convolve(inputs, [weights.q_conv, weights.k_conv, weights.v_conv], histories)
+    q, k, v = (y.reshape(*x.shape[:2], *projection.shape[1:]) for y, projection in zip(mixed, projections, strict=True))
+    with jax.named_scope("kda_gates"):
+        raw_decay = jnp.einsum("btr,rhk->bthk", x @ weights.decay_down.astype(x.dtype), weights.decay_up.astype(x.dtype))
+        beta_logits = x @ weights.beta_proj.astype(x.dtype)
+    with jax.named_scope("kda_scan"):
+        o, recurrent = recur(q, k, v, raw_decay, beta_logits, weights.A_log, weights.dt_bias)
     with jax.named_scope("kda_output"):
         y = jnp.einsum("bthv,hvd->btd", _gated_norm(o, x, weights, norm_eps), weights.out_proj.astype(x.dtype))
-    if recurrent is None:  # not return_state
+    if recurrent is None:
         return y, None
+    q_history, k_history, v_history = carried
     return y, KDAState(q_history, k_history, v_history, recurrent)
-
-
-def _convolved(x, projection, taps, history, segment_ids):
-    """Project to heads and convolve along time -> ([B,T,H,K], new history [B,W-1,H*K])."""
-    heads, channels = projection.shape[1:]
-    projected = x @ projection.reshape(projection.shape[0], -1).astype(x.dtype)
-    y, history = short_conv(projected, taps, history=history, segment_ids=segment_ids)
-    return y.reshape(*x.shape[:2], heads, channels), history
 
 
 def _gated_norm(o, x, weights, eps):
@@ -136,7 +148,12 @@ def _gated_norm(o, x, weights, eps):
     return (normed * jax.nn.sigmoid(logits.astype(wide))).astype(x.dtype)
 
 
-def _check(x, weights: Any, state, segment_ids):
+def check_kda_layer(x, weights: Any, lower_bound, norm_eps, state, segment_ids, implementation) -> None:
+    """The errors of kda_layer."""
+    check_lower_bound(lower_bound)
+    kda_implementation(implementation=implementation)
+    if not norm_eps > 0:
+        raise ValueError(f"norm_eps={norm_eps!r}; it must be > 0 (an all-zero row would divide by 0).")
     require_rank(3, "[B,T,D]", x=x)
     require_float(x=x, **weights._asdict(), **({} if state is None else state._asdict()))
     if 0 in x.shape:

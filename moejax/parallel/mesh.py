@@ -43,9 +43,10 @@ def make_mesh(config: MeshConfig) -> Mesh:
     """
     devices = jax.devices()
     if config.size > len(devices):
-        raise ValueError(
-            f"{config} needs {config.size} devices; there are {len(devices)} of kind {devices[0].platform}."
-        )
+        hint = ""
+        if devices[0].platform == "cpu":
+            hint = f" XLA_FLAGS=--xla_force_host_platform_device_count={config.size} makes so many of one CPU."
+        raise ValueError(f"{config} needs {config.size} devices; there are {len(devices)} of kind {devices[0].platform}.{hint}")
     shape = dataclasses.asdict(config)
     types = (AxisType.Auto,) * len(shape)
     return jax.make_mesh(tuple(shape.values()), tuple(shape), axis_types=types, devices=devices[: config.size])

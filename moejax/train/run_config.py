@@ -16,6 +16,7 @@ from .. import __version__, presets
 from ..config import ModelConfig
 from ..counting import count_parameters
 from ..modules.model import compute_dtype
+from ..parallel import MeshConfig
 from .optimizers import OptimizerConfig
 from .strength import Strength
 
@@ -24,8 +25,8 @@ DEFAULT_MINUTES = 4.3  # with 15-20 s of scoring and pictures after it: under 5 
 
 # What a resumed run may be given anew; everything else decides the numbers.
 FREE_ON_RESUME = ("resume", "minutes", "stop_after", "checkpoint_every", "profile", "compile_cache", "prompt")
-FREE_ON_RESUME += ("sample_bytes", "temperature", "corpus")  # the corpus is checked by its hash
-FREE_ON_EVALUATE = ("evaluate", "heldout_rows", "corpus", "compile_cache")
+FREE_ON_RESUME += ("sample_bytes", "temperature", "corpus", "mesh")  # the corpus is checked by its hash; any mesh, same numbers
+FREE_ON_EVALUATE = ("evaluate", "heldout_rows", "corpus", "compile_cache", "mesh")
 PROFILED_STEPS = (3, 8)  # of this process: past the compile, and few enough for a small trace
 
 
@@ -58,6 +59,8 @@ class PretrainConfig:
     strength: Strength = dataclasses.field(default_factory=Strength)
     """Strengths of the balancing rule; those that it does not read must keep their defaults. A run keeps its own: they
     cannot be given anew with --resume."""
+    mesh: MeshConfig = dataclasses.field(default_factory=MeshConfig)
+    """Devices along each mesh axis; all 1: one device. The same numbers on any mesh, within float32 rounding."""
     seed: int = 0
     """Of the initial weights and the order of the text."""
     corpus: str | None = None
@@ -98,6 +101,11 @@ class PretrainConfig:
             raise ValueError("--prompt is empty; give at least one character, or --sample-bytes 0 for no sample.")
         if self.resume and self.evaluate:
             raise ValueError("--resume and --evaluate exclude each other: train on, or score.")
+        rows = self.mesh.data * self.mesh.fsdp * self.mesh.expert
+        if self.batch % rows:
+            raise ValueError(f"--batch is {self.batch}; --mesh.data x fsdp x expert = {rows} must divide it.")
+        if self.context % self.mesh.sequence:
+            raise ValueError(f"--context is {self.context}; --mesh.sequence {self.mesh.sequence} must divide it.")
         last = min(self.total_steps, self.stop_after or self.total_steps)
         if self.profile and not self.resume and last < PROFILED_STEPS[0]:
             raise ValueError(f"--profile records from step {PROFILED_STEPS[0]} on, but the run ends at step {last}.")
@@ -151,13 +159,13 @@ def model_config(config: PretrainConfig, vocab_size: int) -> ModelConfig:
     return model.replace(dtype=str(compute_dtype(model)))
 
 
-def check_memory(name: str, model: ModelConfig, memory: int | None = None) -> None:
+def check_memory(name: str, model: ModelConfig, memory: int | None = None, devices: int = 1) -> None:
     """ValueError when training `model` cannot fit: 16 bytes a float32 parameter (itself, gradient, two moments).
 
-    memory: bytes; None: what the first device may use, or the host's when that is a CPU. Activations come on top, so a
-    model that passes may still be too large.
+    memory: bytes; None: what `devices` devices may use together, or the host's when they are a CPU's. Activations and copies
+    come on top, so a model that passes may still be too large.
     """
-    memory = _device_memory() if memory is None else memory
+    memory = _memory(devices) if memory is None else memory
     parameters = count_parameters(model).total
     size = jax.numpy.dtype(model.param_dtype).itemsize
     needed = parameters * (2 * size + 2 * max(size, 4))  # moments are float32 at least
@@ -165,15 +173,15 @@ def check_memory(name: str, model: ModelConfig, memory: int | None = None) -> No
         raise ValueError(
             f"--preset {name}: {parameters / 1e6:,.1f} million parameters need {needed / 2**30:,.0f} GiB (parameters, gradient and two "
             f"moments), and the memory here is {memory / 2**30:,.1f} GiB. Take a smaller model (python -m moejax.presets lists them with "
-            "their sizes; tiny runs anywhere), or a device with more memory: this job trains on one."
+            "their sizes; tiny runs anywhere), or more devices (--mesh.fsdp, --mesh.expert)."
         )
 
 
-def _device_memory() -> int | None:
-    """Bytes; None where the platform does not say."""
-    device = jax.devices()[0]
+def _memory(devices: int) -> int | None:
+    """Bytes of so many devices; None where the platform does not say."""
+    device = jax.local_devices()[0]
     if device.platform != "cpu":
-        return (device.memory_stats() or {}).get("bytes_limit")
+        return devices * (device.memory_stats() or {}).get("bytes_limit", 0) or None
     try:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (AttributeError, OSError, ValueError):
@@ -212,8 +220,9 @@ def load_run(folder: str) -> tuple[PretrainConfig, ModelConfig]:
         if missing:
             raise ValueError(f"it has no {' and no '.join(missing)}.")
         settings = _known("PretrainConfig", PretrainConfig, record["config"])
-        if "strength" in settings:
-            settings["strength"] = Strength(**_known("strength", Strength, settings["strength"]))
+        for name, kind in {"strength": Strength, "mesh": MeshConfig}.items():
+            if name in settings:
+                settings[name] = kind(**_known(name, kind, settings[name]))
         return PretrainConfig(**settings), ModelConfig.from_dict(record["model"])
     except (ValueError, TypeError) as error:
         raise ValueError(f"{path} cannot be used: {error}") from None
@@ -241,7 +250,7 @@ def check_same_run(saved: PretrainConfig, given: PretrainConfig) -> None:
     changed = [
         f"--{name.replace('_', '-')}: the run has {before[name]!r}, given is {now[name]!r}"
         for name in before
-        if name not in free and before[name] != now[name]
+        if name.split(".")[0] not in free and before[name] != now[name]
     ]
     if changed:
         raise ValueError("a run keeps the settings it was started with.\n  " + "\n  ".join(changed))
