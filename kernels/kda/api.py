@@ -81,10 +81,10 @@ def kda(
     """
     q, k, v, g, beta, initial_state, segment_ids = _as_arrays(q, k, v, g, beta, initial_state, segment_ids)
     name = kda_implementation(implementation=implementation)
-    _check_operands(q, k, v, g, beta)
+    check_operands(q, k, v, g, beta)
     check_lower_bound(lower_bound)
-    _check_segments(segment_ids, num_segments, q.shape[:2])
-    _check_initial_state(initial_state, num_segments, v.shape, q.shape[3])
+    check_segments(segment_ids, num_segments, q.shape[:2])
+    check_initial_state(initial_state, num_segments, v.shape, q.shape[3])
     scale = _check_scale(scale, q.shape[3])
 
     dtype = accumulation_dtype(q, k, v, g, beta, initial_state)
@@ -130,8 +130,8 @@ def gated_kda(
     softplus gate of Kimi Linear (see kda_gate). The other arguments, the results and the errors are those of kda.
     """
     q, k, v, raw_gate, beta_logits, initial_state, segment_ids = _as_arrays(q, k, v, raw_gate, beta_logits, initial_state, segment_ids)
-    _check_operands(q, k, v, raw_gate, beta_logits, names=("q", "k", "v", "raw_gate", "beta_logits"))
-    _check_segments(segment_ids, num_segments, q.shape[:2])
+    check_operands(q, k, v, raw_gate, beta_logits, names=("q", "k", "v", "raw_gate", "beta_logits"))
+    check_segments(segment_ids, num_segments, q.shape[:2])
     if segment_ids is not None:  # before the norm and the gate: the gradient of NaN is NaN even under a zero cotangent
         q, k, v, raw_gate, beta_logits = drop_padding(segment_ids, q, k, v, raw_gate, beta_logits)
     g = kda_gate(raw_gate, A_log, dt_bias, lower_bound=lower_bound)
@@ -156,7 +156,7 @@ def _as_arrays(*arrays) -> Any:
     return tuple(None if x is None else jnp.asarray(x) for x in arrays)
 
 
-def _check_operands(q, k, v, g, beta, names=("q", "k", "v", "g", "beta")):
+def check_operands(q, k, v, g, beta, names=("q", "k", "v", "g", "beta")):
     require_rank(4, "[B,T,H,K]", **{names[0]: q, names[1]: k})
     require_rank(4, "[B,T,HV,V]", **{names[2]: v})
     require_rank(4, "[B,T,HV,K]", **{names[3]: g})
@@ -180,7 +180,7 @@ def _check_operands(q, k, v, g, beta, names=("q", "k", "v", "g", "beta")):
         raise ValueError(f"v has {value_heads} heads and q, k have {heads}; the value heads must be a multiple of the query/key heads.")
 
 
-def _check_segments(segment_ids, num_segments, shape):
+def check_segments(segment_ids, num_segments, shape):
     if num_segments is not None:
         if segment_ids is None:
             raise ValueError(f"num_segments={num_segments!r} without segment_ids; pass both, or neither.")
@@ -200,7 +200,7 @@ def _check_segments(segment_ids, num_segments, shape):
         raise ValueError(f"segment_ids holds {ids.max()} but num_segments={num_segments}; ids must be at most num_segments.")
 
 
-def _check_initial_state(initial_state, num_segments, v_shape, channels):
+def check_initial_state(initial_state, num_segments, v_shape, channels):
     if initial_state is None:
         return
     require_float(initial_state=initial_state)

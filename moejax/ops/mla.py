@@ -119,7 +119,7 @@ def latent_attention(q, latent, shared_key, k_up, v_up, *, scale=None, segment_i
     Raises:
       ValueError: shapes or dtypes that do not fit.
     """
-    _check_latent(q, latent, shared_key, k_up, v_up)
+    check_latent(q, latent, shared_key, k_up, v_up)
     if q.shape[1] != latent.shape[1]:
         raise ValueError(
             f"{q.shape[1]} queries and {latent.shape[1]} latents: the expanded form needs one latent a query."
@@ -156,7 +156,7 @@ def absorbed_latent_attention(q, latent, shared_key, k_up, v_up, *, lengths, val
     Raises:
       ValueError: shapes or dtypes that do not fit.
     """
-    _check_latent(q, latent, shared_key, k_up, v_up)
+    check_latent(q, latent, shared_key, k_up, v_up)
     batch, cached = latent.shape[:2]
     if tuple(lengths.shape) != (batch,) or not jnp.issubdtype(lengths.dtype, jnp.integer):
         raise ValueError(
@@ -214,7 +214,7 @@ def _absorbed_sum(q, latent, shared_key, lengths, valid, scale, block):
     return acc / jnp.where(total == 0, 1, total)[..., None]
 
 
-def _check_latent(q, latent, shared_key, k_up, v_up):
+def check_latent(q, latent, shared_key, k_up, v_up):
     require_rank(4, "[B,T,H,N+R]", q=q)
     require_rank(3, "[B,S,C], [B,S,R], [C,H,N], [C,H,V]", latent=latent, shared_key=shared_key, k_up=k_up, v_up=v_up)
     require_float(q=q, latent=latent, shared_key=shared_key, k_up=k_up, v_up=v_up)

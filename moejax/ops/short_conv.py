@@ -29,7 +29,7 @@ def short_conv(
       returns its history).
     Raises ValueError: a shape or dtype that breaks the rules above.
     """
-    _check(x, weight, history, segment_ids)
+    check_short_conv(x, weight, history, segment_ids)
     batch, tokens, channels = x.shape
     width = weight.shape[0]
     if history is None:
@@ -98,7 +98,7 @@ _permute.defvjp(
 )
 
 
-def _check(x: Array, weight: Array, history: Array | None, segment_ids: Array | None) -> None:
+def check_short_conv(x: Array, weight: Array, history: Array | None, segment_ids: Array | None) -> None:
     require_float(x=x, weight=weight, history=history)
     require_rank(3, "[B,T,C]", x=x)
     require_rank(2, "[W,C]", weight=weight)

@@ -12,8 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from ..kernels.varying import match_varying
-from ..ops.short_conv import _check as check_short_conv
-from ..ops.short_conv import short_conv
+from ..ops.short_conv import check_short_conv, short_conv
 from .sequence_documents import Axis, all_documents, first_and_last, gather_shards, of_last_shard, own_row
 
 

@@ -21,7 +21,7 @@ from jax import lax
 
 from ..kernels.common import accumulation_dtype
 from ..kernels.kda import kda
-from ..kernels.kda.api import _check_initial_state, _check_operands, _check_segments
+from ..kernels.kda.api import check_initial_state, check_operands, check_segments
 from ..kernels.kda.gate import kda_gate, l2_normalize
 from ..kernels.kda.segments import drop_padding
 from ..kernels.varying import match_varying
@@ -59,9 +59,9 @@ def sequence_kda(
     output_final_state). Source: Kimi K3 report section 2.1.1; the summaries are the chunk form of arXiv 2406.06484 for one big chunk.
     """
     q, k, v, g, beta, initial_state, segment_ids = _as_arrays(q, k, v, g, beta, initial_state, segment_ids)
-    _check_operands(q, k, v, g, beta)
-    _check_segments(segment_ids, num_segments, q.shape[:2])
-    _check_initial_state(initial_state, num_segments, v.shape, q.shape[3])
+    check_operands(q, k, v, g, beta)
+    check_segments(segment_ids, num_segments, q.shape[:2])
+    check_initial_state(initial_state, num_segments, v.shape, q.shape[3])
     options: dict[str, Any] = dict(lower_bound=lower_bound, scale=scale, num_segments=num_segments, implementation=implementation)
     if lax.axis_size(axis) == 1:
         options |= dict(initial_state=initial_state, segment_ids=segment_ids, output_final_state=output_final_state)
@@ -115,8 +115,8 @@ def sequence_gated_kda(
     gated_kda and sequence_kda.
     """
     q, k, v, raw_gate, beta_logits, segment_ids = _as_arrays(q, k, v, raw_gate, beta_logits, segment_ids)
-    _check_operands(q, k, v, raw_gate, beta_logits, names=("q", "k", "v", "raw_gate", "beta_logits"))
-    _check_segments(segment_ids, num_segments, q.shape[:2])
+    check_operands(q, k, v, raw_gate, beta_logits, names=("q", "k", "v", "raw_gate", "beta_logits"))
+    check_segments(segment_ids, num_segments, q.shape[:2])
     if segment_ids is not None:  # before the norm and the gate: the gradient of NaN is NaN even under a zero cotangent
         q, k, v, raw_gate, beta_logits = drop_padding(segment_ids, q, k, v, raw_gate, beta_logits)
     return sequence_kda(

@@ -18,7 +18,7 @@ from jax import lax
 from ..kernels.common import accumulation_dtype, require_rank
 from ..kernels.varying import match_varying
 from ..ops.attention import check_block, check_segment_ids, default_block, from_blocks
-from ..ops.mla import _check_latent, mla_output, mla_project
+from ..ops.mla import check_latent, mla_output, mla_project
 from ..ops.rotary import positions_from_segments
 from .latent_blocks import (
     Chunk,
@@ -118,7 +118,7 @@ def sequence_latent_attention(q, latent, shared_key, k_up, v_up, *, axis, scale=
     Raises:
       ValueError: shapes, dtypes or settings that do not fit; `axis` is not a manual mesh axis here.
     """
-    _check_latent(q, latent, shared_key, k_up, v_up)
+    check_latent(q, latent, shared_key, k_up, v_up)
     if form not in FORMS:
         raise ValueError(f"form={form!r}: it must be one of {', '.join(FORMS)}.")
     if q.shape[1] != latent.shape[1]:
