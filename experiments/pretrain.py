@@ -16,6 +16,8 @@ import jax
 import tyro
 
 from moejax.data import ByteTokenizer, Corpus, folder_corpus, standard_library
+from moejax.parallel import initialize
+from moejax.parallel.agreement import raised_on_all, text_of_first
 from moejax.train.display import Display
 from moejax.train.pretraining import Pretraining
 from moejax.train.report import summary_lines
@@ -35,7 +37,8 @@ PROGRAM = "python -m experiments.pretrain"
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line; -> the exit status: 0, 1 when training failed, 2 for bad input, 130 when aborted."""
-    display = Display()
+    initialize(quiet=True)  # joins the other processes of the run, where there are any (experiments/launch)
+    display = Display(silent=jax.process_index() > 0)
     try:
         config = parse(sys.argv[1:] if arguments is None else arguments)
         if config.evaluate:
@@ -74,14 +77,19 @@ def train(config: PretrainConfig, display: Display) -> int:
         model = model_config(config, ByteTokenizer.vocab_size)
         check_memory(config.preset, model, devices=config.mesh.size)
         corpus = read_corpus(config, display)
-        folder = new_run_folder(config)
-        write_run(folder, config, model, corpus.manifest.to_dict())
+        folder = pathlib.Path()
+        with raised_on_all("making the run folder"):
+            if jax.process_index() == 0:
+                folder = new_run_folder(config)
+                write_run(folder, config, model, corpus.manifest.to_dict())
+        folder = pathlib.Path(text_of_first(str(folder)))
     devices = jax.devices()
     more = f" ({config.mesh.size} of {len(devices)})" if len(devices) > 1 else ""
     display.note(f"run: {folder}  device: {devices[0].device_kind}{more}")
     run = Pretraining(config, model, corpus, folder, display)
     summary = run.run(resume=bool(config.resume))
-    show(summary, folder, display)
+    if jax.process_index() == 0:
+        show(summary, folder, display)
     if summary["speed"]["cache_hits"]:
         display.note(f"Compiled programs came from {cache}")
     return 1 if "not finite" in summary["ended_by"] else 0

@@ -15,11 +15,11 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from ..ops.mxfp4 import mxfp4_encode
+from ..parallel.agreement import raised_on_all
 from .checkpoint import Checkpoint, Source
 from .expected import unused_names
 from .folder import check_target, remove, replace, work_folder, write_bytes
 from .names import CODE_SUFFIX, GROUP, SCALE_SUFFIX, Layout, Parameter, Rule, parameter_table
-from .processes import agree
 from .published_config import MODEL_DTYPES
 from .shards import CODES, DTYPES, INDEX, SINGLE, TensorSpec, order_for_file, write_shard
 from .written_config import published_config
@@ -49,11 +49,11 @@ def save(path: str | os.PathLike, checkpoint: Checkpoint, *, pack_experts: bool 
         hold; experts that are not finite; a folder at `path` with files that a checkpoint does not have.
     """
     plan = _plan(checkpoint, pack_experts, dtype)
-    with agree("saving"):
+    with raised_on_all("saving"):
         target = check_target(path, checkpoint.files) if jax.process_index() == 0 else pathlib.Path(path)
         work = work_folder(target) if jax.process_index() == 0 else None
     names = plan.names()
-    with agree("saving", at_last=lambda: [plan.gather(name) for name in names]):
+    with raised_on_all("saving", at_last=lambda: [plan.gather(name) for name in names]):
         if work is not None:
             try:
                 _write(work, plan, names)

@@ -15,6 +15,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ..parallel.agreement import raised_on_all
+
 FORMAT = 1
 FILES = "files.json"
 PIECE = 16 << 20  # bytes checksummed at a time: a file of any size costs this much memory
@@ -62,8 +64,9 @@ class Checkpointer:
         if not self._manager.save(step, args=items, force=True):
             raise RuntimeError(f"Orbax did not save step {step} in {self.folder}.")
         self._manager.wait_until_finished()
-        if jax.process_index() == 0:
-            _write_files_list(self.folder / str(step))
+        with raised_on_all("saving a checkpoint"):  # all go on when the step counts
+            if jax.process_index() == 0:
+                _write_files_list(self.folder / str(step))
 
     def restore(self, template: Any, *, step: int | None = None) -> tuple[Any, dict]:
         """-> (state, metadata) of `step`, by default the latest whole one. `template` gives structure and placement.

@@ -12,10 +12,11 @@ HEARTBEAT = 10.0  # seconds between signs of life where nothing can be redrawn
 class Display:
     """Phases (things that take a while), notes, and the training progress."""
 
-    def __init__(self, *, width: int | None = None):
+    def __init__(self, *, width: int | None = None, silent: bool = False):
+        """silent: show nothing, as every process of a run but the first."""
         from rich.console import Console
 
-        self.console = Console(width=width, highlight=False)
+        self.console = Console(width=width, highlight=False, quiet=silent)
         self.live = self.console.is_terminal
         self._progress: Any = None
         self._task: Any = None
