@@ -16,7 +16,7 @@ import jax
 import tyro
 
 from moejax.data import ByteTokenizer, Corpus, folder_corpus, standard_library
-from moejax.parallel import initialize
+from moejax.parallel import initialize, leave, who_is_who
 from moejax.parallel.agreement import raised_on_all, text_of_first
 from moejax.train.display import Display
 from moejax.train.pretraining import Pretraining
@@ -37,14 +37,16 @@ PROGRAM = "python -m experiments.pretrain"
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line; -> the exit status: 0, 1 when training failed, 2 for bad input, 130 when aborted."""
-    initialize(quiet=True)  # joins the other processes of the run, where there are any (experiments/launch)
-    display = Display(silent=jax.process_index() > 0)
     try:
+        initialize(quiet=True)  # joins the other processes of the run, where there are any (experiments/launch)
+        display = Display(silent=jax.process_index() > 0)
+        for line in who_is_who():
+            display.note(line)
         config = parse(sys.argv[1:] if arguments is None else arguments)
         if config.evaluate:
             return evaluate(config, display)
         return train(config, display)
-    except (ValueError, FileNotFoundError) as error:
+    except (ValueError, FileNotFoundError, TimeoutError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
@@ -68,6 +70,10 @@ def parse(arguments: list[str]) -> PretrainConfig:
 def train(config: PretrainConfig, display: Display) -> int:
     """Start a run, or take one up again, and show its summary."""
     cache = configure_compile_cache(config.compile_cache)
+    if jax.process_count() > 1 and config.mesh.size != jax.device_count():
+        raise ValueError(
+            f"the mesh has {config.mesh.size} devices, the {jax.process_count()} processes have {jax.device_count()}; --mesh.* must multiply to that."
+        )
     if config.resume:
         folder = pathlib.Path(config.resume)
         _, model = load_run(config.resume)
@@ -135,4 +141,4 @@ def evaluate(config: PretrainConfig, display: Display) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())  # not sys.exit: a process that fails must not wait for the others, which wait for it

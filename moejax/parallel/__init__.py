@@ -6,7 +6,7 @@ sequence_* and expert_parallel_* run inside your own `jax.shard_map`, on local a
 
 from .axes import AxisRules, batch_sharding, logical_axes, parameter_shardings, partition_spec
 from .expert_parallel import expert_parallel_latent_moe, expert_parallel_mlp
-from .launch import barrier, initialize, leave
+from .launch import barrier, initialize, leave, who_is_who
 from .layers import ModelParallel
 from .mesh import MeshConfig, make_mesh
 from .sequence_conv import sequence_short_conv, sequence_short_convs
@@ -36,4 +36,5 @@ __all__ = [
     "sequence_positions",
     "sequence_short_conv",
     "sequence_short_convs",
+    "who_is_who",
 ]

@@ -1,4 +1,4 @@
-"""Start of a run of several processes: `initialize()` first thing in a program, `barrier()` where all must have come."""
+"""A run of several processes: `initialize()` first thing in a program, then `barrier()` and `leave()`."""
 
 from __future__ import annotations
 
@@ -68,10 +68,10 @@ def initialize(
         runs several processes a host. An error where there are no GPUs. In the environment: "0,1".
       timeout_s: seconds to wait for the others; default MOEJAX_TIMEOUT_S, 1800.
       heartbeat_s: seconds without a sign of life after which a process counts as dead and all others end; default
-        MOEJAX_HEARTBEAT_S, 100. A collective call usually notices sooner.
+        MOEJAX_HEARTBEAT_S, 100.
       expect_processes: the number the program needs; None: any.
       expect_devices: devices of all processes together that the program needs; None: any.
-      quiet: print nothing.
+      quiet: print nothing; `who_is_who` has the lines.
 
     Raises:
       ValueError: a bad or missing setting, another number of processes or devices than expected, processes that disagree.
@@ -92,6 +92,8 @@ def initialize(
             "many (experiments/launch has a script for each scheduler) or change expect_processes."
         )
     if place is None:
+        if local_devices is not None or os.environ.get("MOEJAX_LOCAL_DEVICES"):
+            raise ValueError("local_devices has a meaning among several processes only; for one process set CUDA_VISIBLE_DEVICES.")
         _check_devices(expect_devices)
         if not quiet:
             print("One process: nothing to connect to.", flush=True)
@@ -118,7 +120,7 @@ def initialize(
         jax.distributed.shutdown()  # all processes raise this: each waits for the others, none is cut off before its message
         raise
     if place.process_id == 0 and not quiet:
-        print("\n".join(who_is_who(run)), flush=True)
+        print("\n".join(who_is_who()), flush=True)
 
 
 def barrier(name: str, *, timeout_s: float) -> None:
@@ -212,14 +214,16 @@ def _grouped(counts: Mapping[int, int]) -> list[tuple[int, list[int]]]:
     return [(count, list(who)) for count, who in itertools.groupby(order, key=lambda who: counts[who])]
 
 
-def who_is_who(run: Run) -> list[str]:
-    """One line for the run and one for each process."""
+def who_is_who() -> list[str]:
+    """One line for the run and one for each process, for a program that shows them in its own way; alone: none."""
+    if _run is None:
+        return []
     kinds: dict[int, list[str]] = collections.defaultdict(list)
     for device in jax.devices():
         kinds[device.process_index].append(device.device_kind)
-    place = run.place
+    place = _run.place
     lines = [f"{place.processes} processes, {jax.device_count()} devices, coordinator {place.coordinator} (from {place.source})"]
-    for member in run.members:
+    for member in _run.members:
         found = collections.Counter(kinds[member.process_id])
         devices = ", ".join(f"{count} x {kind}" for kind, count in found.items()) or "no devices"
         lines.append(f"  {member}: {devices}")

@@ -78,7 +78,8 @@ class PretrainConfig:
     profile: bool = False
     """Record steps 3 to 8 with jax.profiler into the run folder."""
     compile_cache: str = "auto"
-    """Folder that keeps compiled programs between runs; "auto": in the user's cache folder, "none": keep nothing."""
+    """Folder that keeps compiled programs between runs; "auto": JAX_COMPILATION_CACHE_DIR, else in the user's cache folder; "none":
+    keep nothing."""
     prompt: str = "def "
     """Text that the sample at the end continues."""
     sample_bytes: int = 160
@@ -264,13 +265,17 @@ def _flat(values: dict[str, Any]) -> dict[str, Any]:
     return flat
 
 
-def configure_compile_cache(setting: str) -> pathlib.Path | None:
-    """Let JAX keep compiled programs in the folder `setting` names; -> the folder, None when nothing is kept."""
+def configure_compile_cache(setting: str) -> str | None:
+    """Let JAX keep compiled programs in the folder (or gs:// address) `setting` names; -> it, None when nothing is kept.
+
+    "auto" leaves what JAX_COMPILATION_CACHE_DIR has set.
+    """
     if setting == "none":
         return None
     home = pathlib.Path(os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache")
-    folder = home / "moejax" / "jax" if setting == "auto" else pathlib.Path(setting)
-    jax.config.update("jax_compilation_cache_dir", str(folder))
+    own = os.environ.get("JAX_COMPILATION_CACHE_DIR") or str(home / "moejax" / "jax")
+    folder = own if setting == "auto" else setting
+    jax.config.update("jax_compilation_cache_dir", folder)
     return folder
 
 

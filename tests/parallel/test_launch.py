@@ -174,6 +174,7 @@ def test_one_process_needs_nothing(alone, capsys):
     assert capsys.readouterr().out == "One process: nothing to connect to.\n" * 2
     initialize(quiet=True)
     launch.barrier("anything", timeout_s=1)
+    assert launch.who_is_who() == []
     assert capsys.readouterr().out == ""
     with pytest.raises(
         ValueError, match=rf"There are {jax.device_count()} cpu devices \({jax.device_count()} on process 0\); .* expects 3\."
@@ -194,6 +195,7 @@ def test_bad_settings(alone):
         ({"coordinator": "node1:70000", "processes": 2, "process_id": 0}, r"it must be HOST:PORT"),
         ({"coordinator": "n:1", "processes": 2, "process_id": 2}, r"process_id is 2 of 2 processes .*the numbers are 0 to 1"),
         ({"coordinator": "n:1", "processes": 0, "process_id": 0}, r"processes is 0; it must be an integer of at least 1"),
+        ({"local_devices": [0]}, r"local_devices has a meaning among several processes only; for one process set CUDA_VISIBLE_DEVICES"),
         ({"timeout_s": 0}, r"timeout_s is 0; it must be a number of seconds above 0"),
         ({"heartbeat_s": -1}, r"heartbeat_s is -1"),
     ):
