@@ -72,7 +72,8 @@ def train(config: PretrainConfig, display: Display) -> int:
     cache = configure_compile_cache(config.compile_cache)
     if jax.process_count() > 1 and config.mesh.size != jax.device_count():
         raise ValueError(
-            f"the mesh has {config.mesh.size} devices, the {jax.process_count()} processes have {jax.device_count()}; --mesh.* must multiply to that."
+            f"the mesh has {config.mesh.size} devices, the {jax.process_count()} processes have {jax.device_count()}; "
+            "the numbers after --mesh.* must multiply to that."
         )
     if config.resume:
         folder = pathlib.Path(config.resume)

@@ -69,6 +69,7 @@ READS = {
     "data": set(),
     "ops": {"config", "kernels"},
     "parallel": {"config", "kernels", "ops"},
+    "planning": {"config", "counting", "parallel"},
     "modules": {"config", "kernels", "ops", "parallel"},
     "hub": {"config", "presets", "ops", "parallel", "modules"},
     "train": {"config", "counting", "presets", "data", "kernels", "ops", "parallel", "modules", "__version__"},

@@ -186,7 +186,7 @@ def sharded_latent_moe(
         bias, weights = inputs
         mask = None if segment_ids is None else segment_ids != 0
         shared = {"axis": _one(experts), "tensor_axis": _one(width) if width else None, "transport": parallel.transport}
-        out = expert_parallel_latent_moe(x, bias, weights, k, mask=mask, **shared, **options)
+        out: Any = expert_parallel_latent_moe(x, bias, weights, k, mask=mask, **shared, **options)
         return out.y, {} if rule is None else _statistics(rule, out, bias, k, mask, bins, tokens)
 
     statistics = {} if rule is None else _statistics_specs(rule, tokens)
