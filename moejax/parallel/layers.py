@@ -19,6 +19,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ..config import ModelConfig
+from ..kernels.varying import match_varying
 from ..ops.balance_measures import aux_loss
 from ..ops.balance_rules import PER_TOKEN, router_statistics
 from ..ops.experts import LatentMoEOutput, LatentMoEWeights, PackedExperts
@@ -96,8 +97,13 @@ def weight_specs(weights: Any, names: dict[str, str], parallel: ModelParallel) -
 def _over_tokens(parallel: ModelParallel, call, x, weights, specs, segment_ids, out_specs=None):
     """call(x, weights, segment_ids) on local arrays."""
     tokens = parallel.spec("batch", "time", None)
+
+    def local(x, weights, segment_ids):
+        # Before any cast to x's dtype: so gradients are summed over the token axes in the weights' own dtype, not in bfloat16.
+        return call(x, jax.tree.map(lambda w: match_varying(w, x), weights), segment_ids)
+
     mapped = jax.shard_map(
-        call,
+        local,
         mesh=parallel.mesh,
         in_specs=(tokens, specs, None if segment_ids is None else parallel.spec("batch", "time")),
         out_specs=tokens if out_specs is None else out_specs,

@@ -42,7 +42,7 @@ def make_train_step(
       model: the model; its configuration names the balancing rule.
       optimizer: any optax transformation of `params`.
       clip_norm: largest global gradient norm; None: no clipping.
-      loss_chunk: tokens whose logits exist at one time.
+      loss_chunk: tokens whose logits exist at one time, on each of the devices that share the tokens (a chunk gathers the head).
 
     Returns:
       The step. Metrics: loss, tokens, grad_norm, skipped (this step: 0 or 1), and per MoE layer [L] the figures of
@@ -54,6 +54,7 @@ def make_train_step(
     if clip_norm is not None and not clip_norm > 0:
         raise ValueError(f"clip_norm is {clip_norm}; it must be positive, or None for no clipping.")
     config = model.config
+    loss_chunk = _over_devices(model, loss_chunk)
     if config.moe.expert_weights == "mxfp4":
         raise ValueError(
             "MoEConfig.expert_weights is 'mxfp4': packed experts are read-only and cannot be trained. Load the checkpoint "
@@ -108,6 +109,7 @@ def make_train_step(
 
 def make_eval_step(model: HybridLM, *, loss_chunk: int = 1024) -> Callable[[TrainState, Batch], Metrics]:
     """Build evaluate(state, batch) -> {"loss_sum": nats, "tokens": count}. The router counts nothing and stays as it is."""
+    loss_chunk = _over_devices(model, loss_chunk)
 
     def evaluate(state: TrainState, batch: Batch) -> Metrics:
         check_batch(batch)
@@ -118,6 +120,11 @@ def make_eval_step(model: HybridLM, *, loss_chunk: int = 1024) -> Callable[[Trai
         return {"loss_sum": nats, "tokens": jnp.sum(next_token_targets(tokens, segment_ids)[1])}
 
     return evaluate
+
+
+def _over_devices(model: HybridLM, loss_chunk: int) -> int:
+    """Tokens of a chunk over all devices that share the tokens."""
+    return loss_chunk if model.parallel is None else loss_chunk * model.parallel.size("batch") * model.parallel.size("time")
 
 
 def check_batch(batch: Batch) -> None:
