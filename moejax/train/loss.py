@@ -20,10 +20,10 @@ def next_token_targets(tokens: jax.Array, segment_ids: jax.Array | None) -> tupl
     Returns:
       (targets [B,T] int32, valid [B,T] bool).
     """
-    targets = jnp.roll(tokens, -1, axis=1)
     if segment_ids is None:
         segment_ids = jnp.ones_like(tokens)
-    following = jnp.roll(segment_ids, -1, axis=1).at[:, -1].set(0)
+    # Not jnp.roll(...).at[:, -1].set(0): XLA of jax 0.10.2 computes that wrong where a mesh cuts T into unequal shards.
+    targets, following = (jnp.pad(x[:, 1:], ((0, 0), (0, 1))) for x in (tokens, segment_ids))
     return targets, (segment_ids == following) & (segment_ids != 0)
 
 
