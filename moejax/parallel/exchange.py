@@ -82,7 +82,8 @@ def meet(plan: DispatchPlan, route: Route) -> Meeting:
     arriving = told[:, :-1]
     from_each = jnp.sum(arriving, axis=1, dtype=jnp.int32)
     there = _choose(route, lambda x: _all_to_all(starts(x), route), jnp.zeros_like, from_each)
-    fullest = _choose(route, lambda _, mine: -(-jnp.sum(mine, dtype=jnp.int32) // route.shards), lambda own, _: jnp.max(own), counts, from_each)
+    mean = lambda _, mine: -(-jnp.sum(mine, dtype=jnp.int32) // route.shards)
+    fullest = _choose(route, mean, lambda own, _: jnp.max(own), counts, from_each)
     rounds = lax.pmax(-(-fullest // route.slot), route.axis)
     return Meeting(plan.starts, counts, arriving, there, told[:, -1], rounds.astype(jnp.int32))
 
