@@ -4,7 +4,7 @@
 sequence_* and expert_parallel_* run inside your own `jax.shard_map`, on local arrays.
 """
 
-from .axes import AxisRules, batch_sharding, logical_axes, parameter_shardings, partition_spec
+from .axes import AxisRules, batch_sharding, cache_shardings, logical_axes, parameter_shardings, partition_spec
 from .expert_parallel import expert_parallel_latent_moe, expert_parallel_mlp
 from .launch import barrier, initialize, leave, who_is_who
 from .layers import ModelParallel
@@ -20,6 +20,7 @@ __all__ = [
     "ModelParallel",
     "barrier",
     "batch_sharding",
+    "cache_shardings",
     "expert_parallel_latent_moe",
     "expert_parallel_mlp",
     "initialize",

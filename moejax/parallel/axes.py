@@ -100,6 +100,17 @@ PARAMETER_AXES: dict[str, tuple[str | None, ...]] = {
     "bias": (None,),
 }
 """Logical axes of each parameter by its name; leading axes of scanned layers are replicated."""
+CACHE_AXES: dict[str, tuple[str | None, ...]] = {
+    # KDA: moejax.ops.KDAState
+    "q_history": ("batch", None, "heads"),
+    "k_history": ("batch", None, "heads"),
+    "v_history": ("batch", None, "heads"),
+    "recurrent": ("batch", "heads", None, None),
+    # MLA: what mla_project gives
+    "latent": ("batch", None, None),
+    "shared_key": ("batch", None, None),
+}
+"""Logical axes of what decoding carries from token to token: rows and heads are sharded, cached time is whole."""
 
 
 def partition_spec(logical: tuple[str | None, ...], mesh: Mesh, rules: AxisRules | None = None) -> PartitionSpec:
@@ -143,10 +154,32 @@ def parameter_shardings(tree: Any, mesh: Mesh, rules: AxisRules | None = None) -
         name = next((key.key for key in reversed(path) if isinstance(getattr(key, "key", None), str)), None)
         if name is None or leaf.ndim == 0:
             return NamedSharding(mesh, PartitionSpec())
-        spec = partition_spec(logical_axes(name, leaf.ndim), mesh, rules)
-        return NamedSharding(mesh, _divisible(spec, leaf.shape, mesh))
+        return _sharding(logical_axes(name, leaf.ndim), leaf, mesh, rules)
 
     return jax.tree_util.tree_map_with_path(shard, tree)
+
+
+def cache_shardings(tree: Any, mesh: Mesh, rules: AxisRules | None = None) -> Any:
+    """A NamedSharding for each leaf of a tree of decoding caches: KDAStates, and latents and shared keys by these names.
+
+    Leading axes of stacked layers are replicated; an axis whose length the mesh does not divide stays whole.
+
+    Raises:
+      ValueError: a leaf whose last key or field is not in CACHE_AXES.
+    """
+
+    def shard(path, leaf):
+        name = str(getattr(path[-1], "key", getattr(path[-1], "name", None)))
+        if name not in CACHE_AXES:
+            raise ValueError(f"cache leaf {jax.tree_util.keystr(path)} is none of {', '.join(CACHE_AXES)}; add it to CACHE_AXES.")
+        own = CACHE_AXES[name]
+        return _sharding((None,) * (leaf.ndim - len(own)) + own, leaf, mesh, rules)
+
+    return jax.tree_util.tree_map_with_path(shard, tree)
+
+
+def _sharding(logical: tuple[str | None, ...], leaf: Any, mesh: Mesh, rules: AxisRules | None) -> NamedSharding:
+    return NamedSharding(mesh, _divisible(partition_spec(logical, mesh, rules), leaf.shape, mesh))
 
 
 def batch_sharding(mesh: Mesh, rules: AxisRules | None = None, *, micro_batches: bool = False) -> NamedSharding:

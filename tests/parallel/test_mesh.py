@@ -5,8 +5,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from moejax import HybridLM
-from moejax.parallel import AxisRules, MeshConfig, batch_sharding, logical_axes, make_mesh, parameter_shardings, partition_spec
+from moejax import HybridLM, KDAConfig
+from moejax.modules import KimiDeltaAttention
+from moejax.parallel import (
+    AxisRules,
+    MeshConfig,
+    batch_sharding,
+    cache_shardings,
+    logical_axes,
+    make_mesh,
+    parameter_shardings,
+    partition_spec,
+)
 from moejax.train import OptimizerConfig, adamw, init_state, make_train_step
 from moejax.train.loss import chunked_cross_entropy
 
@@ -110,3 +120,24 @@ def test_train_step_on_a_mesh_equals_one_device(toy, axes, remat):
     mu = [s.opt_state[0].mu for s in (on_mesh, single)]  # a tenth of the clipped gradient
     for a, b in zip(jax.tree.leaves(mu[0]), jax.tree.leaves(mu[1]), strict=True):
         np.testing.assert_allclose(a, b, rtol=0, atol=1e-5 * max(float(jnp.abs(b).max()), 1e-6))
+
+
+def test_caches_are_sharded_by_rows_and_heads():
+    """One decoding step of a KDA layer on sharded rows and heads gives the state of one device, and keeps its sharding."""
+    mesh = make_mesh(MeshConfig(data=2, tensor=2))
+    module = KimiDeltaAttention(KDAConfig(heads=2, key_dim=4, value_dim=4))
+    x = jax.random.normal(jax.random.key(0), (4, 5, 8))
+    variables = module.init(jax.random.key(1), x)
+    step = jax.jit(lambda v, x, state: module.apply(v, x, state=state, return_state=True))
+    _, state = module.apply(variables, x, return_state=True)
+    cache = {"kda": state, "mla": {"latent": jnp.ones((4, 9, 6)), "shared_key": jnp.ones((3, 4, 9, 2))}}
+    shardings = cache_shardings(cache, mesh)
+    rows = ("data", "fsdp", "expert")
+    assert shardings["kda"].recurrent.spec == jax.P(rows, "tensor", None, None)
+    assert shardings["mla"]["shared_key"].spec == jax.P(None, rows, None, None)
+    placed = jax.device_put(cache, shardings)["kda"]
+    wanted, got = (step(variables, x[:, :1], s) for s in (state, placed))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-6), got, wanted)
+    assert got[1].recurrent.sharding.is_equivalent_to(shardings["kda"].recurrent, 4)
+    with pytest.raises(ValueError, match="cache leaf .*other"):
+        cache_shardings({"other": jnp.ones(3)}, mesh)
