@@ -139,5 +139,5 @@ def test_caches_are_sharded_by_rows_and_heads():
     wanted, got = (step(variables, x[:, :1], s) for s in (state, placed))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-6), got, wanted)
     assert got[1].recurrent.sharding.is_equivalent_to(shardings["kda"].recurrent, 4)
-    with pytest.raises(ValueError, match="cache leaf .*other"):
+    with pytest.raises(ValueError, match=r"cache leaf .*other"):
         cache_shardings({"other": jnp.ones(3)}, mesh)
