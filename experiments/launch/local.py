@@ -103,7 +103,8 @@ def run(settings: Settings, command: list[str]) -> int:
         port = free.getsockname()[1]
     # Each in a session of its own: Ctrl-C comes to this program alone, which passes it on once, and a kill takes grandchildren along.
     started: list[subprocess.Popen] = []
-    before = signal.signal(signal.SIGTERM, _interrupt)
+    # SIGINT too: what a shell starts in the background inherits it as ignored.
+    before = {number: signal.signal(number, _interrupt) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         for number in range(settings.processes):
             started.append(
@@ -132,7 +133,8 @@ def run(settings: Settings, command: list[str]) -> int:
         _signal(started, signal.SIGKILL)
         for process in started:
             process.wait()
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def wait(settings: Settings, started: list[subprocess.Popen]) -> int:
