@@ -1,10 +1,12 @@
-"""Parameter counts from shapes alone: nothing is allocated. Reads only the configuration."""
+"""Parameter counts, and FLOPs of the recurrence, from shapes alone: nothing is allocated."""
 
 from __future__ import annotations
 
 import dataclasses
+import math
 
-from .config import KDAConfig, MLAConfig, ModelConfig, MoEConfig
+from .config import ModelConfig
+from .shapes import PARTS, parameters
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,51 +38,31 @@ class Counts:
         return self.head + self.mixers + self.dense + self.active_experts + self.moe_rest + self.norms
 
 
-def kda_parameters(config: KDAConfig, hidden: int) -> int:
-    query, value = config.heads * config.key_dim, config.num_value_heads * config.value_dim
-    decay = config.num_value_heads * config.key_dim
-    projections = hidden * (2 * query + value) + value * hidden
-    convolutions = config.conv_width * (2 * query + value)
-    gate = config.decay_rank * (hidden + decay) + decay + config.num_value_heads  # projections, dt_bias, A_log
-    rank = config.output_gate_rank
-    output_gate = hidden * value if rank is None else rank * (hidden + value)
-    return projections + convolutions + gate + hidden * config.num_value_heads + output_gate + config.value_dim
-
-
-def mla_parameters(config: MLAConfig, hidden: int) -> int:
-    query = config.heads * (config.nope_dim + config.rope_dim)
-    value = config.heads * config.value_dim
-    queries = hidden * query if config.q_latent is None else config.q_latent * (hidden + 1 + query)
-    keys = hidden * (config.kv_latent + config.rope_dim) + config.kv_latent
-    up = config.kv_latent * (config.heads * config.nope_dim + value)
-    return queries + keys + up + value * hidden * (2 if config.gate else 1)
-
-
-def _expert(config: MoEConfig, hidden: int) -> int:
-    return 3 * (config.latent or hidden) * config.expert_width
-
-
-def _moe_rest(config: MoEConfig, hidden: int) -> int:
-    latent = 0 if config.latent is None else 2 * hidden * config.latent + (config.latent if config.latent_norm else 0)
-    return hidden * config.experts + latent + 3 * hidden * (config.shared_width or 0)
-
-
 def count_parameters(config: ModelConfig) -> Counts:
     """Counts by part for `config`; equal to the sizes that `HybridLM(config).init` would allocate (packed experts: to the values
     that their codes stand for)."""
-    mixers = sum(
-        kda_parameters(config.kda, config.hidden) if kind == "K" else mla_parameters(config.mla, config.hidden)
-        for kind in config.mixers
-    )
-    queries = 0 if config.residual == "plain" else 2 * config.layers + 1  # depth-attention queries, each with a norm
-    expert = _expert(config.moe, config.hidden) * config.moe_layers
+    sizes = dict.fromkeys(PARTS, 0)
+    for parameter in parameters(config.replace(moe={"expert_weights": "float"})):
+        sizes[parameter.part] += math.prod(parameter.shape) * parameter.layers
     return Counts(
-        embedding=config.vocab_size * config.hidden,
-        head=config.vocab_size * config.hidden,
-        mixers=mixers,
-        dense=3 * config.hidden * config.dense_width * config.dense_layers,
-        experts=expert * config.moe.experts,
-        active_experts=expert * config.moe.experts_per_token,
-        moe_rest=_moe_rest(config.moe, config.hidden) * config.moe_layers,
-        norms=config.hidden * (2 * config.layers + 1 + 2 * queries),
+        embedding=sizes["embedding"],
+        head=sizes["head"],
+        mixers=sizes["kda"] + sizes["mla"],
+        dense=sizes["dense"],
+        experts=sizes["experts"],
+        active_experts=sizes["experts"] // config.moe.experts * config.moe.experts_per_token,
+        moe_rest=sizes["moe"],
+        norms=sizes["norms"],
     )
+
+
+KDA_CHUNK, TRIANGLE = 64, 0.625
+"""Tokens of a chunk, and the share of its 16-row tiles on or under the diagonal."""
+
+
+def kda_scan_flops(key_dim: int, value_dim: int) -> float:
+    """Forward FLOPs of the chunked KDA scan for one token and one value head, projections not included."""
+    state = 3 * 2 * key_dim * value_dim  # W S, Q S, K^T V'
+    keys = 2 * 2 * KDA_CHUNK * key_dim  # Q K^T and K K^T
+    values = 2 * KDA_CHUNK * (key_dim + 2 * value_dim)  # W, U and P V'
+    return state + TRIANGLE * (keys + values)

@@ -64,12 +64,13 @@ def test_kernels_know_nothing_of_moejax():
 # What each part may read of the package, beside itself.
 READS = {
     "config": set(),
-    "counting": {"config"},
+    "shapes": {"config"},
+    "counting": {"config", "shapes"},
     "presets": {"config", "counting"},
     "data": set(),
     "ops": {"config", "kernels"},
     "parallel": {"config", "kernels", "ops"},
-    "planning": {"config", "counting", "parallel"},
+    "planning": {"config", "counting", "shapes", "parallel"},
     "modules": {"config", "kernels", "ops", "parallel"},
     "hub": {"config", "presets", "ops", "parallel", "modules"},
     "train": {"config", "counting", "presets", "data", "kernels", "ops", "parallel", "modules", "__version__"},

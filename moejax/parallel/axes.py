@@ -11,6 +11,8 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from ..config import ModelConfig
+
 MESH_AXES = ("data", "fsdp", "expert", "sequence", "tensor")
 Axis = str | tuple[str, ...] | None
 
@@ -180,6 +182,17 @@ def cache_shardings(tree: Any, mesh: Mesh, rules: AxisRules | None = None) -> An
 
 def _sharding(logical: tuple[str | None, ...], leaf: Any, mesh: Mesh, rules: AxisRules | None) -> NamedSharding:
     return NamedSharding(mesh, _divisible(partition_spec(logical, mesh, rules), leaf.shape, mesh))
+
+
+def divided_sizes(config: ModelConfig) -> dict[str, tuple[int, str]]:
+    """{name: (size, logical axis)} of what the layers on a mesh need whole parts of."""
+    return {
+        "kda.heads": (config.kda.heads, "heads"),
+        "mla.heads": (config.mla.heads, "heads"),
+        "moe.expert_width": (config.moe.expert_width, "width"),
+        "moe.shared_width": (config.moe.shared_width or 0, "width"),
+        "moe.experts": (config.moe.experts, "experts"),
+    }
 
 
 def batch_sharding(mesh: Mesh, rules: AxisRules | None = None, *, micro_batches: bool = False) -> NamedSharding:

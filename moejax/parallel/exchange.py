@@ -62,9 +62,13 @@ class Meeting(NamedTuple):
 def plan_route(axis, transport: str | None, assignments: int, most: int, *, one_round: bool = False) -> Route:
     """Route for `assignments` rows a shard of which at most `most` go to one shard; one_round: slots of `most` rows."""
     shards = lax.axis_size(axis)
-    slot = math.ceil(SLACK * assignments / shards)
-    slot = most if one_round else min(-(-slot // SLOT_MULTIPLE) * SLOT_MULTIPLE, most)
+    slot = most if one_round else slot_rows(assignments, shards, most=most)
     return Route(axis, transport, shards, slot, -(-most // slot))
+
+
+def slot_rows(assignments: int, shards: int, *, most: int) -> int:
+    """Rows of a slot: the even share of `assignments` with slack, at most `most`."""
+    return min(-(-math.ceil(SLACK * assignments / shards) // SLOT_MULTIPLE) * SLOT_MULTIPLE, most)
 
 
 def check_transport(transport: str | None) -> None:

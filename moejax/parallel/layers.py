@@ -26,7 +26,7 @@ from ..ops.experts import LatentMoEOutput, LatentMoEWeights, PackedExperts
 from ..ops.kda_layer import KDAWeights, kda_layer
 from ..ops.mla import MLAWeights, gated_mla
 from ..ops.rotary import positions_from_segments
-from .axes import PARAMETER_AXES, AxisRules, partition_spec
+from .axes import PARAMETER_AXES, AxisRules, divided_sizes, partition_spec
 from .expert_parallel import expert_parallel_latent_moe
 from .sequence_kda_layer import sequence_kda_layer
 from .sequence_mla import sequence_gated_mla, sequence_positions
@@ -64,16 +64,9 @@ class ModelParallel:
 
     def check(self, config: ModelConfig) -> None:
         """Raise ValueError naming the sizes of `config` that this mesh does not divide."""
-        parts = {"heads": self.size("heads"), "width": self.size("width"), "experts": self.size("experts")}
-        sizes = {
-            "kda.heads": (config.kda.heads, "heads"),
-            "mla.heads": (config.mla.heads, "heads"),
-            "moe.expert_width": (config.moe.expert_width, "width"),
-            "moe.shared_width": (config.moe.shared_width or 0, "width"),
-            "moe.experts": (config.moe.experts, "experts"),
-        }
+        sizes = divided_sizes(config).items()
         lines = [
-            f"  {name} is {size}, the mesh cuts {axis} into {parts[axis]}" for name, (size, axis) in sizes.items() if size % parts[axis]
+            f"  {name} is {size}, the mesh cuts {axis} into {self.size(axis)}" for name, (size, axis) in sizes if size % self.size(axis)
         ]
         if lines:
             raise ValueError("the mesh does not divide the model; change one of them:\n" + "\n".join(lines))

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from ..config import ModelConfig
+from ..parallel.axes import AxisRules, divided_sizes
 from ..parallel.mesh import MeshConfig
-from .shapes import parameters, sharded_by
+from ..shapes import parameters
+from .cuts import sharded_by
 from .traffic import Step
 
 STEP_FIELDS = {
@@ -26,15 +28,9 @@ def check_step(step: Step) -> None:
 
 def divisibility(config: ModelConfig, mesh: MeshConfig) -> list[str]:
     """The sizes of `config` that the mesh does not divide, one line each: the rules of `ModelParallel.check`."""
-    sizes = {
-        "kda.heads": (config.kda.heads, "tensor"),
-        "mla.heads": (config.mla.heads, "tensor"),
-        "moe.expert_width": (config.moe.expert_width, "tensor"),
-        "moe.shared_width": (config.moe.shared_width or 0, "tensor"),
-        "moe.experts": (config.moe.experts, "expert"),
-    }
     lines = []
-    for name, (size, axis) in sizes.items():
+    for name, (size, logical) in divided_sizes(config).items():
+        axis = getattr(AxisRules(), logical)
         parts = getattr(mesh, axis)
         if size % parts:
             near = [n for n in range(1, size + 1) if size % n == 0]

@@ -10,11 +10,10 @@ import dataclasses
 import math
 
 from ..config import ModelConfig
+from ..counting import kda_scan_flops
 from ..parallel.mesh import MeshConfig
-from .shapes import PARTS, parameters, sharded_by
-
-KDA_CHUNK, TRIANGLE = 64, 0.625
-"""As moejax.train.flops: chunks of 64 tokens, of whose 16-row tiles 5/8 lie on or under the diagonal."""
+from ..shapes import PARTS, parameters
+from .cuts import sharded_by
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,14 +40,6 @@ def forward_passes(config: ModelConfig) -> int:
     return 3 if config.residual == "block" and config.residual_block > 1 else 2
 
 
-def kda_recurrence(key_dim: int, value_dim: int) -> float:
-    """Forward FLOPs of the chunked recurrence for one token and one value head."""
-    state = 3 * 2 * key_dim * value_dim
-    keys = 2 * 2 * KDA_CHUNK * key_dim
-    values = 2 * KDA_CHUNK * (key_dim + 2 * value_dim)
-    return state + TRIANGLE * (keys + values)
-
-
 def part_flops(config: ModelConfig, context: int, mesh: MeshConfig | None = None) -> list[PartFlops]:
     """By part, for documents of `context` tokens. Causal attention reads half the context on average."""
     passes, mesh = forward_passes(config), mesh or MeshConfig()
@@ -57,10 +48,10 @@ def part_flops(config: ModelConfig, context: int, mesh: MeshConfig | None = None
     step = passes + 2
     forward, repeated = _products(config, MeshConfig()), _products(config, mesh)
 
-    recurrence = layers["K"] * kda.num_value_heads * kda_recurrence(kda.key_dim, kda.value_dim)
+    recurrence = layers["K"] * kda.num_value_heads * kda_scan_flops(kda.key_dim, kda.value_dim)
     # A shard carries K more value channels, which become its summary; the kernel's backward runs the forward once more.
     wide = kda.value_dim + (kda.key_dim if shards > 1 else 0)
-    run = (step + 1) * layers["K"] * kda.num_value_heads * kda_recurrence(kda.key_dim, wide)
+    run = (step + 1) * layers["K"] * kda.num_value_heads * kda_scan_flops(kda.key_dim, wide)
     scores = layers["M"] * 2 * mla.heads * (mla.nope_dim + mla.rope_dim + mla.value_dim) * context / 2
     # Shard r writes out the keys and values of r + 1 shards' latents: (R + 1) / 2 on average.
     expansion = layers["M"] * 2 * mla.kv_latent * mla.heads * (mla.nope_dim + mla.value_dim)

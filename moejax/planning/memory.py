@@ -9,7 +9,8 @@ import dataclasses
 
 from ..config import ModelConfig
 from ..parallel.mesh import MeshConfig
-from .shapes import ITEMSIZE, Parameter, local_size, parameters
+from ..shapes import ITEMSIZE, Parameter, parameters
+from .cuts import local_size
 from .traffic import LOSS_CHUNK, Step, exchange_rows
 
 PREFILL = 4096

@@ -13,15 +13,15 @@ import math
 from collections.abc import Iterator
 
 from ..config import ModelConfig
+from ..parallel.exchange import slot_rows
 from ..parallel.mesh import MeshConfig
+from ..shapes import ITEMSIZE, parameters
+from .cuts import local_size, sharded_by
 from .flops import forward_passes
-from .shapes import ITEMSIZE, local_size, parameters, sharded_by
 
 TOKEN_AXES = ("data", "fsdp", "expert", "sequence")
-LOSS_CHUNK = 1024  # tokens a device
-"""Tokens of the whole batch whose logits exist at one time (moejax.train.step)."""
-SLACK, SLOT_MULTIPLE = 1.25, 8
-"""Of a slot of the padded expert exchange (moejax.parallel.exchange)."""
+LOSS_CHUNK = 1024
+"""Tokens of a device whose logits exist at one time (moejax.train.step)."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -162,8 +162,7 @@ def exchange_rows(config: ModelConfig, mesh: MeshConfig, step: Step) -> int:
     assignments = B * T * config.moe.experts_per_token
     if step.transport == "gather":
         return R * assignments
-    slot = -(-math.ceil(SLACK * assignments / R) // SLOT_MULTIPLE) * SLOT_MULTIPLE
-    return R * min(slot, assignments)
+    return R * slot_rows(assignments, R, most=assignments)
 
 
 def _experts(config: ModelConfig, mesh: MeshConfig, step: Step) -> Iterator[Transfer]:

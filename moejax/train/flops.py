@@ -4,19 +4,7 @@ mixes of depth attention are not counted."""
 from __future__ import annotations
 
 from ..config import ModelConfig
-from ..counting import count_parameters
-
-KDA_CHUNK = 64
-TRIANGLE = 0.625
-"""Share of a 64-token chunk's 16-row tiles on or under the diagonal."""
-
-
-def kda_scan_flops(key_dim: int, value_dim: int) -> float:
-    """Forward FLOPs of the chunked KDA scan for one token and one value head, projections not included."""
-    state = 3 * 2 * key_dim * value_dim  # W S, Q S, K^T V'
-    keys = 2 * 2 * KDA_CHUNK * key_dim  # Q K^T and K K^T
-    values = 2 * KDA_CHUNK * (key_dim + 2 * value_dim)  # W, U and P V'
-    return state + TRIANGLE * (keys + values)
+from ..counting import count_parameters, kda_scan_flops
 
 
 def flops_per_token(config: ModelConfig, context: int) -> float:

@@ -12,20 +12,19 @@ from jax.sharding import AbstractMesh
 
 from experiments.compile_for_tpu import lower_train_step, memory
 from moejax import HybridLM, KDAConfig, MLAConfig, ModelConfig, MoEConfig, presets
-from moejax.counting import count_parameters
 from moejax.ops.experts import expert_mlp, gated_mlp
 from moejax.ops.kda_layer import KDAWeights, kda_layer
 from moejax.ops.mla import MLAWeights, gated_mla
-from moejax.parallel import MeshConfig, exchange, make_mesh, parameter_shardings
+from moejax.parallel import MeshConfig, make_mesh, parameter_shardings
 from moejax.parallel.axes import MESH_AXES, PARAMETER_AXES
 from moejax.parallel.layers import ModelParallel
 from moejax.planning import Step, Topology, by_axes, divisibility, parameters, part_flops, plan, read_collectives, traffic
 from moejax.planning import memory as planned_memory
 from moejax.planning.changes import budget, memory_of, meshes
+from moejax.planning.cuts import local_size
 from moejax.planning.flops import forward_passes
 from moejax.planning.hlo_traffic import bytes_by_axis
-from moejax.planning.shapes import local_size
-from moejax.planning.traffic import LOSS_CHUNK, SLACK, SLOT_MULTIPLE
+from moejax.planning.traffic import LOSS_CHUNK
 from moejax.train.flops import flops_per_token
 from moejax.train.step import make_train_step
 
@@ -151,9 +150,8 @@ def test_caches_of_K3():
 
 
 @pytest.mark.parametrize("name", presets.NAMES)
-def test_sizes_and_flops_add_up_to_the_models(name):
+def test_flops_add_up_to_the_models(name):
     config = presets.get(name)
-    assert sum(math.prod(p.shape) * p.layers for p in parameters(config)) == count_parameters(config).total
     for context in (512, 2**20):
         assert sum(part.model for part in part_flops(config, context)) == pytest.approx(flops_per_token(config, context), rel=1e-12)
 
@@ -202,9 +200,8 @@ def test_flops_of_each_part_are_XLAs():
     assert xla_flops(jnp.matmul, (T, D), shapes["head"]) / T == pytest.approx(said["head"], rel=1e-6)
 
 
-def test_figures_are_those_of_the_code():
-    """Copied numbers, because planning reads neither the exchange nor the train step."""
-    assert (SLACK, SLOT_MULTIPLE) == (exchange.SLACK, exchange.SLOT_MULTIPLE)
+def test_the_loss_chunk_is_that_of_the_train_step():
+    """A copied number, because planning does not read the train step."""
     assert inspect.signature(make_train_step).parameters["loss_chunk"].default == LOSS_CHUNK
 
 

@@ -1,4 +1,4 @@
-"""Every parameter of a model by shape, and what of it lies on one device of a mesh. Nothing is allocated.
+"""Every parameter of a model by shape, from the configuration alone: nothing is allocated. Reads only the configuration.
 
 Shapes: D model width, H heads, G value heads, K and V channels of a key and a value head, E experts.
 """
@@ -6,16 +6,10 @@ Shapes: D model width, H heads, G value heads, K and V channels of a key and a v
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 from collections.abc import Iterator
-from typing import Any
 
-from jax.sharding import AbstractMesh
-
-from ..config import MXFP4_GROUP, ModelConfig
-from ..parallel.axes import MESH_AXES, AxisRules, logical_axes
-from ..parallel.mesh import MeshConfig
+from .config import MXFP4_GROUP, ModelConfig
 
 ITEMSIZE = {"float32": 4, "bfloat16": 2, "float64": 8, "uint8": 1, "int32": 4}
 PARTS: tuple[str, ...] = ("embedding", "head", "kda", "mla", "dense", "experts", "moe", "norms")
@@ -41,34 +35,6 @@ class Parameter:
     def nbytes(self) -> int:
         """Of one layer's, all shards together."""
         return math.prod(self.shape) * self.itemsize
-
-
-@functools.cache
-def _axes(name: str, ndim: int) -> tuple[tuple[str, ...], ...]:
-    """Mesh axes that may cut each axis of a parameter, by the default rules."""
-    every: Any = AbstractMesh((1,) * len(MESH_AXES), MESH_AXES)
-    return tuple(AxisRules().mesh_axes(logical, every) for logical in logical_axes(name, ndim))
-
-
-def _cut(parameter: Parameter, mesh: MeshConfig) -> list[tuple[int, tuple[str, ...]]]:
-    """(parts, mesh axes) of each axis; an axis that its mesh axes do not divide stays whole."""
-    found = []
-    for length, axes in zip(parameter.shape, _axes(parameter.name, len(parameter.shape)), strict=True):
-        parts = math.prod(getattr(mesh, axis) for axis in axes)
-        found.append((1, ()) if length % parts else (parts, axes))
-    return found
-
-
-def local_size(parameter: Parameter, mesh: MeshConfig, *, gathered: bool = False) -> int:
-    """Values of one layer's parameter on one device; `gathered`: while its layer runs, fsdp's shards brought together."""
-    mesh = dataclasses.replace(mesh, fsdp=1) if gathered else mesh
-    return math.prod(parameter.shape) // math.prod(parts for parts, _ in _cut(parameter, mesh))
-
-
-def sharded_by(parameter: Parameter, mesh: MeshConfig) -> tuple[str, ...]:
-    """Mesh axes of more than one device that cut the parameter."""
-    named = {axis for _, axes in _cut(parameter, mesh) for axis in axes}
-    return tuple(axis for axis in MESH_AXES if axis in named and getattr(mesh, axis) > 1)
 
 
 def parameters(config: ModelConfig) -> list[Parameter]:
@@ -166,6 +132,3 @@ def _moe_rest(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
             yield "latent_norm", (c.latent,)
     if c.shared_width:
         yield from _feed_forward("shared_", c.shared_width, D)
-
-
-__all__ = ["PARTS", "Parameter", "local_size", "parameters", "sharded_by"]
