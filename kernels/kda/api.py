@@ -79,7 +79,7 @@ def kda(
     input. Bad shapes, dtypes or values raise ValueError before anything is compiled; T = 0 and float16 are among them. Ids that
     are traced cannot be read: then decreasing ids give undefined results for that row.
     """
-    q, k, v, g, beta, initial_state, segment_ids = _as_arrays(q, k, v, g, beta, initial_state, segment_ids)
+    q, k, v, g, beta, initial_state, segment_ids = as_arrays(q, k, v, g, beta, initial_state, segment_ids)
     name = kda_implementation(implementation=implementation)
     check_operands(q, k, v, g, beta)
     check_lower_bound(lower_bound)
@@ -129,19 +129,10 @@ def gated_kda(
     lower_bound in [-5.9, 0): g = lower_bound * sigmoid(exp(A_log) (raw_gate + dt_bias)), the Kimi K3 gate; None: the unbounded
     softplus gate of Kimi Linear (see kda_gate). The other arguments, the results and the errors are those of kda.
     """
-    q, k, v, raw_gate, beta_logits, initial_state, segment_ids = _as_arrays(q, k, v, raw_gate, beta_logits, initial_state, segment_ids)
-    check_operands(q, k, v, raw_gate, beta_logits, names=("q", "k", "v", "raw_gate", "beta_logits"))
-    check_segments(segment_ids, num_segments, q.shape[:2])
-    if segment_ids is not None:  # before the norm and the gate: the gradient of NaN is NaN even under a zero cotangent
-        q, k, v, raw_gate, beta_logits = drop_padding(segment_ids, q, k, v, raw_gate, beta_logits)
-    g = kda_gate(raw_gate, A_log, dt_bias, lower_bound=lower_bound)
-    beta = jax.nn.sigmoid(beta_logits.astype(accumulation_dtype(beta_logits)))
     return kda(
-        l2_normalize(q),
-        l2_normalize(k),
-        v,
-        g,
-        beta,
+        *gated_operands(
+            q, k, v, raw_gate, beta_logits, A_log, dt_bias, lower_bound=lower_bound, segment_ids=segment_ids, num_segments=num_segments
+        ),
         lower_bound=lower_bound,
         scale=scale,
         initial_state=initial_state,
@@ -152,7 +143,19 @@ def gated_kda(
     )
 
 
-def _as_arrays(*arrays) -> Any:
+def gated_operands(q, k, v, raw_gate, beta_logits, A_log, dt_bias, *, lower_bound, segment_ids, num_segments):
+    """What gated_kda gives to the recurrence: (q, k of unit length, v, g, beta), checked, padding set to 0."""
+    q, k, v, raw_gate, beta_logits, segment_ids = as_arrays(q, k, v, raw_gate, beta_logits, segment_ids)
+    check_operands(q, k, v, raw_gate, beta_logits, names=("q", "k", "v", "raw_gate", "beta_logits"))
+    check_segments(segment_ids, num_segments, q.shape[:2])
+    if segment_ids is not None:  # before the norm and the gate: the gradient of NaN is NaN even under a zero cotangent
+        q, k, v, raw_gate, beta_logits = drop_padding(segment_ids, q, k, v, raw_gate, beta_logits)
+    g = kda_gate(raw_gate, A_log, dt_bias, lower_bound=lower_bound)
+    beta = jax.nn.sigmoid(beta_logits.astype(accumulation_dtype(beta_logits)))
+    return l2_normalize(q), l2_normalize(k), v, g, beta
+
+
+def as_arrays(*arrays) -> Any:
     return tuple(None if x is None else jnp.asarray(x) for x in arrays)
 
 

@@ -82,13 +82,18 @@ class ByteTokenizer:
 
     def check(self, ids) -> np.ndarray:
         """ids as a NumPy array; ValueError unless all are integers in [0, vocab_size)."""
-        array = np.asarray(ids)
-        if not array.size:
-            return array.astype(np.int32)
-        rule = f"they must be integers in [0, {self.vocab_size})."
-        if array.dtype.kind not in "iu":
-            raise ValueError(f"token ids hold {array.dtype}; {rule}")
-        outside = array[(array < 0) | (array >= self.vocab_size)]
-        if outside.size:
-            raise ValueError(f"token ids hold {outside[0]}; {rule}")
-        return array
+        return checked_ids(ids, self.vocab_size)
+
+
+def checked_ids(ids, vocab_size: int) -> np.ndarray:
+    """ids as a NumPy array; ValueError unless all are integers in [0, vocab_size)."""
+    array = np.asarray(ids)
+    if not array.size:
+        return array.astype(np.int32)
+    rule = f"they must be integers in [0, {vocab_size})."
+    if array.dtype.kind not in "iu":
+        raise ValueError(f"token ids hold {array.dtype}; {rule}")
+    outside = array[(array < 0) | (array >= vocab_size)]
+    if outside.size:
+        raise ValueError(f"token ids hold {outside[0]}; {rule}")
+    return array

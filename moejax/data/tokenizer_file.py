@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from . import tiktoken_file
+from .tokenizer import checked_ids
 from .tokenizer_model import MAX_IDS, AddedToken, load_library, lost_id, unknown_id, vocabulary, with_added, without_added
 
 CONFIG_NAME = "tokenizer_config.json"
@@ -105,16 +106,7 @@ class FileTokenizer:
 
         An id in there that has no token passes (a model may give any); `decode` leaves it out.
         """
-        array = np.asarray(ids)
-        if not array.size:
-            return array.astype(np.int32)
-        rule = f"they must be integers in [0, {self.vocab_size})."
-        if array.dtype.kind not in "iu":
-            raise ValueError(f"token ids hold {array.dtype}; {rule}")
-        outside = array[(array < 0) | (array >= self.vocab_size)]
-        if outside.size:
-            raise ValueError(f"token ids hold {outside[0]}; {rule}")
-        return array
+        return checked_ids(ids, self.vocab_size)
 
     def _end(self, name: str) -> int:
         value = getattr(self, f"{name}_id")

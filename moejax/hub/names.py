@@ -14,11 +14,11 @@ import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+from ..config import MXFP4_GROUP as GROUP
 from ..config import ModelConfig
 from ..modules.plan import layer_locations, layer_specs
 from .shards import TensorSpec
 
-GROUP = 32  # weights that share a scale byte in MXFP4
 PAD_HEADS = 128  # K3 stores A_log padded with zeros to a multiple of this
 CODE_SUFFIX, SCALE_SUFFIX = ".weight_packed", ".weight_scale"
 

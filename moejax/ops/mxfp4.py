@@ -21,8 +21,8 @@ from jax.core import Tracer
 
 from moejax.kernels.common import FLOATS, require_float
 
-GROUP = 32
-"""Weights that share a scale."""
+from ..config import MXFP4_GROUP as GROUP
+
 ZERO_SCALE = 125
 """Scale byte of a block of zeros, which any byte decodes: that of a block whose largest magnitude is 1."""
 NAN_SCALE = 255

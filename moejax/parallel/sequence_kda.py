@@ -3,8 +3,7 @@
 A shard maps the state that enters it to the one that leaves by S -> B + M S, and its outputs are O + Q S: one pass over the
 tokens with the value channels [v | 0_K] and the entry state [0 | I_K] gives [O | Q] and [B | M], all in float32. So the heavy work
 needs nothing of other shards; after one all-gather of [B | M] each shard folds the earlier ones and adds Q S. A separate pass
-for the summaries would prepare every chunk (scores, inverse) twice and let the second pass wait for the gather (one CPU core,
-H = 2, K = V = 128, T = 2048, forward / with gradients: 34 / 218 ms; two passes 42 / 385 ms; plain kda 16 / 114 ms).
+for the summaries would prepare every chunk (scores, inverse) twice and let the second pass wait for the gather.
 All shards do this work at the same time, so sparing the last one its summary would make nothing faster.
 
 Shapes: R shards along `axis`, B batch, T local tokens, H query/key heads, HV value heads, K key channels, V value channels,
@@ -21,9 +20,7 @@ from jax import lax
 
 from ..kernels.common import accumulation_dtype
 from ..kernels.kda import kda
-from ..kernels.kda.api import check_initial_state, check_operands, check_segments
-from ..kernels.kda.gate import kda_gate, l2_normalize
-from ..kernels.kda.segments import drop_padding
+from ..kernels.kda.api import as_arrays, check_initial_state, check_operands, check_segments, gated_operands
 from ..kernels.varying import match_varying
 from .sequence_documents import Axis, Documents, all_documents, first_and_last, gather_shards, of_last_shard, own_row
 
@@ -58,7 +55,7 @@ def sequence_kda(
     Returns (o [B,T,HV,V] in v.dtype, final state of the whole row, which does not vary over `axis`, or None unless
     output_final_state). Source: Kimi K3 report section 2.1.1; the summaries are the chunk form of arXiv 2406.06484 for one big chunk.
     """
-    q, k, v, g, beta, initial_state, segment_ids = _as_arrays(q, k, v, g, beta, initial_state, segment_ids)
+    q, k, v, g, beta, initial_state, segment_ids = as_arrays(q, k, v, g, beta, initial_state, segment_ids)
     check_operands(q, k, v, g, beta)
     check_segments(segment_ids, num_segments, q.shape[:2])
     check_initial_state(initial_state, num_segments, v.shape, q.shape[3])
@@ -114,17 +111,10 @@ def sequence_gated_kda(
     A_log [HV] and dt_bias [HV,K] are the same on all shards. The other arguments, the results and the errors are those of
     gated_kda and sequence_kda.
     """
-    q, k, v, raw_gate, beta_logits, segment_ids = _as_arrays(q, k, v, raw_gate, beta_logits, segment_ids)
-    check_operands(q, k, v, raw_gate, beta_logits, names=("q", "k", "v", "raw_gate", "beta_logits"))
-    check_segments(segment_ids, num_segments, q.shape[:2])
-    if segment_ids is not None:  # before the norm and the gate: the gradient of NaN is NaN even under a zero cotangent
-        q, k, v, raw_gate, beta_logits = drop_padding(segment_ids, q, k, v, raw_gate, beta_logits)
     return sequence_kda(
-        l2_normalize(q),
-        l2_normalize(k),
-        v,
-        kda_gate(raw_gate, A_log, dt_bias, lower_bound=lower_bound),
-        jax.nn.sigmoid(beta_logits.astype(accumulation_dtype(beta_logits))),
+        *gated_operands(
+            q, k, v, raw_gate, beta_logits, A_log, dt_bias, lower_bound=lower_bound, segment_ids=segment_ids, num_segments=num_segments
+        ),
         axis=axis,
         lower_bound=lower_bound,
         scale=scale,
@@ -134,10 +124,6 @@ def sequence_gated_kda(
         output_final_state=output_final_state,
         implementation=implementation,
     )
-
-
-def _as_arrays(*arrays) -> Any:
-    return tuple(None if x is None else jnp.asarray(x) for x in arrays)
 
 
 def _augmented(start, edges):
