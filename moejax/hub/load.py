@@ -22,12 +22,11 @@ from .expected import Match, experts_packed, match
 from .fill import Filler, bytes_to_fill
 from .names import GROUP, Layout, Parameter
 from .progress import Progress
-from .published_config import PublishedConfig, model_config, read_config, stored_dtype
+from .published_config import DTYPE_NAMES, PublishedConfig, model_config, read_config, stored_dtype
 from .shards import INDEX, ShardReader
 
 THREADS = 4
 LARGEST_FILE = 128 << 20  # bytes; a tokenizer.json of 160,000 tokens has some 20 MB
-FLOATS = {"BF16": "bfloat16", "F32": "float32", "F64": "float64"}
 
 
 def load(
@@ -74,14 +73,13 @@ def load(
     with ShardReader(folder) as reader:
         config, matched, source = _match(published, reader, param_dtype, keep_packed)
         skipped = _report(folder, matched, strict)
-        leaves = matched.table
-        targets = _targets(leaves, config, shardings)
-        initial = _initial_values(config, leaves)
+        targets = _targets(matched.table, config, shardings)
+        initial = _initial_values(config, matched.table)
         trees: dict[str, Any] = {"params": {}, "router_state": {}}
-        total = sum(bytes_to_fill(parameter, *target) for parameter, target in zip(leaves, targets, strict=True))
+        total = sum(bytes_to_fill(parameter, *target) for parameter, target in zip(matched.table, targets, strict=True))
         with Progress(total, progress) as advance, ThreadPoolExecutor(THREADS) as pool:
             filler = Filler(reader, initial, pool, advance)
-            for parameter, (leaf_dtype, sharding) in zip(leaves, targets, strict=True):
+            for parameter, (leaf_dtype, sharding) in zip(matched.table, targets, strict=True):
                 _put(trees[parameter.collection], parameter.path, filler.place(parameter, leaf_dtype, sharding))
         extra = {name: reader.read(name) for name in matched.extra}
     files = _small_files(folder, set(source.weight_map.values()))
@@ -94,7 +92,7 @@ def _match(
     specs = reader.specs
     layout = Layout(published.outer, experts_packed(specs))
     code = stored_dtype(published, specs.get(f"{layout.prefix}model.embed_tokens.weight"))
-    config = model_config(published, param_dtype=FLOATS.get(code, code))
+    config = model_config(published, param_dtype=DTYPE_NAMES[code])
     if param_dtype is not None:
         config = config.replace(param_dtype=param_dtype)
     if layout.packed:

@@ -16,6 +16,7 @@ OWN_KEY = "moejax"
 TRAINING_FIELDS = ("dtype", "remat", "scan_layers")
 TRAINING_MOE_FIELDS = ("balance", "histogram_bins", "expert_weights")
 MODEL_DTYPES = {"bfloat16": "BF16", "float32": "F32", "float64": "F64"}
+DTYPE_NAMES = {code: name for name, code in MODEL_DTYPES.items()}
 FIXED = {
     "num_expert_group": 1,
     "topk_group": 1,

@@ -20,7 +20,7 @@ from .checkpoint import Checkpoint, Source
 from .expected import unused_names
 from .folder import check_target, remove, replace, work_folder, write_bytes
 from .names import CODE_SUFFIX, GROUP, SCALE_SUFFIX, Layout, Parameter, Rule, parameter_table
-from .published_config import MODEL_DTYPES
+from .published_config import DTYPE_NAMES, MODEL_DTYPES
 from .shards import CODES, DTYPES, INDEX, SINGLE, TensorSpec, order_for_file, write_shard
 from .written_config import published_config
 
@@ -180,8 +180,7 @@ def _plan(checkpoint: Checkpoint, pack_experts: bool | None, dtype: str | None) 
     packed = _packed(checkpoint, pack_experts)
     code = _code(checkpoint, dtype)
     outer = source.config.outer if source is not None else config.kda.lower_bound is not None
-    name = next(key for key, value in MODEL_DTYPES.items() if value == code)
-    published = published_config(config, source and source.config, outer=outer, packed=packed, dtype=name)
+    published = published_config(config, source and source.config, outer=outer, packed=packed, dtype=DTYPE_NAMES[code])
     writers = _writers(checkpoint, parameter_table(config, Layout(outer, packed)), code)
     specs = {stored: spec for writer in writers.values() for stored, spec in writer.specs.items()}
     _add_extra(specs, checkpoint.extra, unused_names(config, Layout(outer, packed)))

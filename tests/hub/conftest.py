@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from moejax import ops
+from moejax import HybridLM, ops
 from moejax.modules.feed_forward import gated_activation
 from moejax.modules.plan import layer_locations, layer_specs
 from moejax.ops.depth_attention import depth_attention_merge, depth_attention_snapshots
@@ -428,3 +428,22 @@ def assert_close():
         assert worst < tolerance, (name, worst)
 
     return check
+
+
+@pytest.fixture(scope="session")
+def run_whole(mean_loss):
+    """run_whole(checkpoint, tokens, modules) -> HybridLM in float32, compiled once: loss, logits, gradients, and what `modules` give."""
+
+    def run(checkpoint, tokens, modules):
+        model = HybridLM(checkpoint.config.replace(dtype="float32"))
+        seen = lambda module, _: isinstance(module, modules)
+
+        def objective(params, tokens):
+            variables = {"params": params, "router_state": checkpoint.router_state}
+            logits, written = model.apply(variables, tokens, mutable=["intermediates"], capture_intermediates=seen)
+            return mean_loss(logits, tokens), (logits, written["intermediates"])
+
+        (loss, (logits, written)), grads = jax.jit(jax.value_and_grad(objective, has_aux=True))(checkpoint.params, tokens)
+        return {"loss": loss, "logits": logits, "intermediates": written, "grads": grads}
+
+    return run

@@ -51,18 +51,8 @@ def decode_file(golden):
 
 
 @pytest.fixture(scope="module")
-def whole(k3, forward_file, mean_loss):
-    """HybridLM on `ids`, compiled once: logits, loss, gradients, and what its modules sow."""
-    model = HybridLM(k3.config.replace(dtype="float32"))
-    seen = lambda module, _: isinstance(module, AttentionResidual | RMSNorm)
-
-    def run(params, tokens):
-        variables = {"params": params, "router_state": k3.router_state}
-        logits, written = model.apply(variables, tokens, mutable=["intermediates"], capture_intermediates=seen)
-        return mean_loss(logits, tokens), (logits, written["intermediates"])
-
-    (loss, (logits, written)), grads = jax.jit(jax.value_and_grad(run, has_aux=True))(k3.params, forward_file["ids"])
-    return {"loss": loss, "logits": logits, "intermediates": written, "grads": grads}
+def whole(k3, forward_file, run_whole):
+    return run_whole(k3, forward_file["ids"], AttentionResidual | RMSNorm)
 
 
 def test_logits_and_loss(whole, forward_file, assert_logits):

@@ -33,18 +33,8 @@ def oracle(golden):
 
 
 @pytest.fixture(scope="module")
-def whole(checkpoint, forward_file, mean_loss):
-    """HybridLM on `ids`, compiled once: logits, loss, gradients, and what its modules sow."""
-    model = HybridLM(checkpoint.config.replace(dtype="float32"))
-    seen = lambda module, _: isinstance(module, RMSNorm)
-
-    def run(params, tokens):
-        variables = {"params": params, "router_state": checkpoint.router_state}
-        logits, written = model.apply(variables, tokens, mutable=["intermediates"], capture_intermediates=seen)
-        return mean_loss(logits, tokens), (logits, written["intermediates"])
-
-    (loss, (logits, written)), grads = jax.jit(jax.value_and_grad(run, has_aux=True))(checkpoint.params, forward_file["ids"])
-    return {"loss": loss, "logits": logits, "intermediates": written, "grads": grads}
+def whole(checkpoint, forward_file, run_whole):
+    return run_whole(checkpoint, forward_file["ids"], RMSNorm)
 
 
 def test_configuration(checkpoint):

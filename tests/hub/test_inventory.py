@@ -9,11 +9,6 @@ from moejax.hub.shards import ShardReader
 from moejax.hub.verify import verify
 
 
-@pytest.fixture(scope="module")
-def golden_path(golden_folder):
-    return lambda name: golden_folder / name
-
-
 def test_K3_has_exactly_the_published_tensors():
     """497,220 tensors and 1,503,647,073,024 stored elements: the index of moonshotai/Kimi-K3."""
     vision = hub.vision_inventory(hub.PUBLISHED_VISION)
@@ -38,10 +33,10 @@ def test_kimi_linear_has_the_published_names():
 
 
 @pytest.mark.parametrize(("name", "vision"), [("k3_tiny", True), ("kimi_linear_tiny", False)])
-def test_inventory_is_what_the_golden_files_hold(golden_path, name, vision):
-    published = read_config(golden_path(name))
-    loaded = hub.load(golden_path(name))
-    with ShardReader(golden_path(name)) as reader:
+def test_inventory_is_what_the_golden_files_hold(golden_folder, name, vision):
+    published = read_config(golden_folder / name)
+    loaded = hub.load(golden_folder / name)
+    with ShardReader(golden_folder / name) as reader:
         specs = hub.inventory(loaded.config, dtype=loaded.source.dtype, vision=published.vision)
         spelled = {loaded.source.spelling.get(key, key): spec for key, spec in specs.items()}
         assert spelled == reader.specs
@@ -59,7 +54,7 @@ def test_experts_that_cannot_be_packed_are_refused():
         hub.inventory(presets.get("tiny").replace(moe={"expert_width": 40, "shared_width": 80}))
 
 
-def test_differences_are_named(golden_path, tmp_path, rewrite_checkpoint):
+def test_differences_are_named(golden_folder, tmp_path, rewrite_checkpoint):
     def change(tensors):
         tensors["vision_tower.encoder.final_layernorm.weight"] = np.ones(33, np.float32)
         del tensors["language_model.lm_head.weight"]

@@ -22,13 +22,8 @@ BF16 = np.dtype(ml_dtypes.bfloat16)
 
 
 @pytest.fixture(scope="module")
-def golden_path(golden_folder):
-    return lambda name: golden_folder / name
-
-
-@pytest.fixture(scope="module")
-def k3(golden_path):
-    return hub.load(golden_path("k3_tiny"))
+def k3(golden_folder):
+    return hub.load(golden_folder / "k3_tiny")
 
 
 def leaf(tree, path):
@@ -93,8 +88,8 @@ def test_another_quantization_is_refused(tmp_path, rewrite_checkpoint):
         hub.load(rewrite_checkpoint("k3_tiny", tmp_path, config=change))
 
 
-def test_parts_that_are_not_built_are_kept_verbatim(k3, golden_path):
-    with ShardReader(golden_path("k3_tiny")) as reader:
+def test_parts_that_are_not_built_are_kept_verbatim(k3, golden_folder):
+    with ShardReader(golden_folder / "k3_tiny") as reader:
         unused = {K3 + f"0.self_attention_res_{part}.weight" for part in ("norm", "proj")}
         vision = {name for name in reader.specs if name.startswith(("vision_tower.", "mm_projector."))}
         assert len(vision) == 24
@@ -121,13 +116,13 @@ def test_half_a_model_is_refused(tmp_path, rewrite_checkpoint):
         hub.load(rewrite_checkpoint("k3_tiny", tmp_path, config=change))
 
 
-def test_dense_layer_under_either_name(golden_path, tmp_path, rewrite_checkpoint):
+def test_dense_layer_under_either_name(golden_folder, tmp_path, rewrite_checkpoint):
     def change(tensors):
         for part in ("gate", "up", "down"):
             old = f"model.layers.0.block_sparse_moe.{part}_proj.weight"
             tensors[old.replace("block_sparse_moe", "mlp")] = tensors.pop(old)
 
-    theirs = hub.load(golden_path("kimi_linear_tiny"))
+    theirs = hub.load(golden_folder / "kimi_linear_tiny")
     ours = hub.load(rewrite_checkpoint("kimi_linear_tiny", tmp_path, tensors=change))
     assert len(theirs.source.spelling) == 3 and not ours.source.spelling
     jax.tree.map(np.testing.assert_array_equal, ours.params, theirs.params)
@@ -281,35 +276,35 @@ def test_unknown_settings_are_named(tmp_path, rewrite_checkpoint):
         hub.load(folder)
 
 
-def test_bad_arguments(golden_path):
+def test_bad_arguments(golden_folder):
     with pytest.raises(ValueError, match="float16"):
-        hub.load(golden_path("k3_tiny"), param_dtype="float16")
+        hub.load(golden_folder / "k3_tiny", param_dtype="float16")
     with pytest.raises(ValueError, match="jax_enable_x64"):
-        hub.load(golden_path("k3_tiny"), param_dtype="float64")
+        hub.load(golden_folder / "k3_tiny", param_dtype="float64")
     with pytest.raises(ValueError, match="not packed"):
-        hub.load(golden_path("kimi_linear_tiny"), keep_packed=True)
+        hub.load(golden_folder / "kimi_linear_tiny", keep_packed=True)
     with pytest.raises(ValueError, match="shardings has no entry for params/embedding"):
-        hub.load(golden_path("k3_tiny"), shardings={"params": {}, "router_state": {}})
-    loaded = hub.load(golden_path("kimi_linear_tiny"))
+        hub.load(golden_folder / "k3_tiny", shardings={"params": {}, "router_state": {}})
+    loaded = hub.load(golden_folder / "kimi_linear_tiny")
     mesh = make_mesh(MeshConfig(fsdp=8))
     tree = jax.tree.map(lambda _: NamedSharding(mesh, PartitionSpec()), {"params": loaded.params, "router_state": loaded.router_state})
     with pytest.raises(ValueError, match=r"leaves, the model"):
-        hub.load(golden_path("kimi_linear_tiny"), shardings={**tree, "other": NamedSharding(mesh, PartitionSpec())})
+        hub.load(golden_folder / "kimi_linear_tiny", shardings={**tree, "other": NamedSharding(mesh, PartitionSpec())})
     seven = make_mesh(MeshConfig(fsdp=7))
     tree["params"]["final_norm"]["weight"] = NamedSharding(seven, PartitionSpec("fsdp"))  # of 48 channels
     with pytest.raises(ValueError, match="params/final_norm/weight does not fit"):
-        hub.load(golden_path("kimi_linear_tiny"), shardings=tree)
+        hub.load(golden_folder / "kimi_linear_tiny", shardings=tree)
 
 
 # --- dtypes, packing ------------------------------------------------------------------------------------------------------
 
 
-def test_dtypes_as_stored_or_as_asked(k3, golden_path):
+def test_dtypes_as_stored_or_as_asked(k3, golden_folder):
     wide = {"q_conv", "k_conv", "v_conv", "A_log", "dt_bias", "out_norm"}
     for path, value in jax.tree_util.tree_leaves_with_path(k3.params):
         assert value.dtype == (jnp.float32 if path[-1].key in wide else jnp.bfloat16), path
     assert k3.config.param_dtype == "bfloat16"
-    asked = hub.load(golden_path("k3_tiny"), param_dtype="float32")
+    asked = hub.load(golden_folder / "k3_tiny", param_dtype="float32")
     assert asked.config == k3.config.replace(param_dtype="float32")
     jax.tree.map(lambda a, b: np.testing.assert_array_equal(a, np.asarray(b, np.float32)), asked.params, k3.params)
     expected = jax.eval_shape(HybridLM(k3.config).init, jax.random.key(0), jnp.zeros((1, 4), jnp.int32))
@@ -317,11 +312,11 @@ def test_dtypes_as_stored_or_as_asked(k3, golden_path):
     assert jax.tree.map(lambda x: (x.shape, x.dtype), shapes) == jax.tree.map(lambda x: (x.shape, x.dtype), dict(expected))
 
 
-def test_kept_packed_is_the_files_bytes(golden_path):
-    packed = hub.load(golden_path("k3_tiny"), keep_packed=True)
+def test_kept_packed_is_the_files_bytes(golden_folder):
+    packed = hub.load(golden_folder / "k3_tiny", keep_packed=True)
     assert packed.config.moe.expert_weights == "mxfp4"
     ffn = packed.params["stack"]["blocks_0"]["run_1"]["layer_0"]["sub"]["ffn"]
-    with ShardReader(golden_path("k3_tiny")) as reader:
+    with ShardReader(golden_folder / "k3_tiny") as reader:
         for leaf_name, part in (("expert_gate", "w1"), ("expert_up", "w3"), ("expert_down", "w2")):
             stored = f"{K3}1.block_sparse_moe.experts.5.{part}.weight"
             np.testing.assert_array_equal(ffn[f"{leaf_name}_codes"][0, 0, 5], reader.read(stored + "_packed"))
@@ -375,10 +370,10 @@ def test_F1_scale_bytes_at_the_ends(tmp_path, rewrite_checkpoint, keep_packed):
 
 
 @pytest.mark.parametrize("keep_packed", [False, True])
-def test_loads_straight_into_shards(golden_path, keep_packed):
-    plain = hub.load(golden_path("k3_tiny"), keep_packed=keep_packed)
+def test_loads_straight_into_shards(golden_folder, keep_packed):
+    plain = hub.load(golden_folder / "k3_tiny", keep_packed=keep_packed)
     mesh = make_mesh(MeshConfig(fsdp=2, expert=2, tensor=2))
-    sharded = hub.load(golden_path("k3_tiny"), shardings=mesh, keep_packed=keep_packed)
+    sharded = hub.load(golden_folder / "k3_tiny", shardings=mesh, keep_packed=keep_packed)
     jax.tree.map(np.testing.assert_array_equal, sharded.params, plain.params)
     jax.tree.map(np.testing.assert_array_equal, sharded.router_state, plain.router_state)
     experts = sharded.params["stack"]["blocks_0"]["run_1"]["layer_0"]["sub"]["ffn"]["expert_gate_codes" if keep_packed else "expert_gate"]
@@ -386,19 +381,19 @@ def test_loads_straight_into_shards(golden_path, keep_packed):
     assert not experts.sharding.is_fully_replicated
 
 
-def test_any_tree_of_shardings(golden_path, k3):
+def test_any_tree_of_shardings(golden_folder, k3):
     mesh = make_mesh(MeshConfig(fsdp=8))
     whole = NamedSharding(mesh, PartitionSpec())
     shardings = jax.tree.map(lambda _: whole, {"params": k3.params, "router_state": k3.router_state})
     shardings["params"]["embedding"] = NamedSharding(mesh, PartitionSpec(None, "fsdp"))
-    loaded = hub.load(golden_path("k3_tiny"), shardings=shardings)
+    loaded = hub.load(golden_folder / "k3_tiny", shardings=shardings)
     assert loaded.params["embedding"].sharding == shardings["params"]["embedding"]
     jax.tree.map(np.testing.assert_array_equal, loaded.params, k3.params)
 
 
 @pytest.mark.parametrize("keep_packed", [False, True])
 @pytest.mark.parametrize("axes", [{"fsdp": 8}, {"fsdp": 2, "tensor": 4}, {"fsdp": 2, "expert": 4}], ids=str)
-def test_no_byte_is_read_twice_and_the_bar_ends_full(golden_path, monkeypatch, axes, keep_packed):
+def test_no_byte_is_read_twice_and_the_bar_ends_full(golden_folder, monkeypatch, axes, keep_packed):
     """Shards of 8 to 64 columns, whose rows are read once for all of them. Read twice: kv_b_proj, for keys and for values,
     and what goes to `extra` as well."""
     seen, done, bars = [], [], []
@@ -406,8 +401,8 @@ def test_no_byte_is_read_twice_and_the_bar_ends_full(golden_path, monkeypatch, a
     monkeypatch.setattr(ShardReader, "close", lambda reader: (seen.append(reader.bytes_read), close(reader)))
     monkeypatch.setattr(hub_load.Progress, "__init__", lambda bar, total, show: (bars.append(total), start(bar, total, show))[1])
     monkeypatch.setattr(hub_load.Progress, "__enter__", lambda bar: done.append)
-    loaded = hub.load(golden_path("k3_tiny"), shardings=make_mesh(MeshConfig(**axes)), keep_packed=keep_packed)
-    with ShardReader(golden_path("k3_tiny")) as reader:
+    loaded = hub.load(golden_folder / "k3_tiny", shardings=make_mesh(MeshConfig(**axes)), keep_packed=keep_packed)
+    with ShardReader(golden_folder / "k3_tiny") as reader:
         once = sum(spec.nbytes for spec in reader.specs.values())
         again = lambda name: "kv_b_proj" in name or name.startswith(K3 + "0.self_attention_res")
         twice = sum(spec.nbytes for name, spec in reader.specs.items() if again(name))
@@ -431,11 +426,11 @@ def test_pieces_cover_a_parameter_once_along_the_stored_rows(k3):
 # --- what it must not need --------------------------------------------------------------------------------------------------
 
 
-def test_never_imports_torch_or_the_formats_package(golden_path):
+def test_never_imports_torch_or_the_formats_package(golden_folder):
     code = (
         "import sys; from moejax import hub; hub.load(sys.argv[1], progress=True);"
         "bad = {'torch', 'safetensors', 'transformers', 'tensorflow', 'orbax'} & set(sys.modules); assert not bad, bad"
     )
-    done = subprocess.run([sys.executable, "-c", code, str(golden_path("k3_tiny"))], capture_output=True, text=True, timeout=300)
+    done = subprocess.run([sys.executable, "-c", code, str(golden_folder / "k3_tiny")], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert "loading weights" in done.stderr and not done.stdout

@@ -25,11 +25,6 @@ saving, folder_module = sys.modules["moejax.hub.save"], sys.modules["moejax.hub.
 NAME = "language_model.model.layers.1.block_sparse_moe"
 
 
-@pytest.fixture(scope="module")
-def golden_path(golden_folder):
-    return lambda name: golden_folder / name
-
-
 def compare(first, second):
     """Every tensor byte for byte, with its name, dtype, shape and file; the headers' metadata; config.json."""
     with ShardReader(first) as a, ShardReader(second) as b:
@@ -66,25 +61,25 @@ def own(toy, noisy):
         ("kimi_linear_tiny", {}),
     ],
 )
-def test_load_and_save_gives_every_byte_back(golden_path, tmp_path, name, options):
+def test_load_and_save_gives_every_byte_back(golden_folder, tmp_path, name, options):
     """Unpacked experts too: each block of k3_tiny holds a code of at least 4.0."""
-    loaded = hub.load(golden_path(name), **options)
+    loaded = hub.load(golden_folder / name, **options)
     hub.save(tmp_path / "a", loaded)
-    compare(golden_path(name), tmp_path / "a")
+    compare(golden_folder / name, tmp_path / "a")
     if name == "kimi_linear_tiny":
-        assert (tmp_path / "a" / "generation_config.json").read_bytes() == (golden_path(name) / "generation_config.json").read_bytes()
+        assert (tmp_path / "a" / "generation_config.json").read_bytes() == (golden_folder / name / "generation_config.json").read_bytes()
     else:
         index = json.loads((tmp_path / "a" / "model.safetensors.index.json").read_text())
-        assert index == json.loads((golden_path(name) / "model.safetensors.index.json").read_text())
+        assert index == json.loads((golden_folder / name / "model.safetensors.index.json").read_text())
 
 
-def test_sharded_parameters_save_the_same_bytes(golden_path, tmp_path):
+def test_sharded_parameters_save_the_same_bytes(golden_folder, tmp_path):
     mesh = make_mesh(MeshConfig(fsdp=2, expert=2, tensor=2))
-    hub.save(tmp_path / "a", hub.load(golden_path("k3_tiny"), shardings=mesh))
-    compare(golden_path("k3_tiny"), tmp_path / "a")
+    hub.save(tmp_path / "a", hub.load(golden_folder / "k3_tiny", shardings=mesh))
+    compare(golden_folder / "k3_tiny", tmp_path / "a")
 
 
-def test_blocks_with_small_codes_keep_their_values(golden_path, tmp_path, rewrite_checkpoint):
+def test_blocks_with_small_codes_keep_their_values(golden_folder, tmp_path, rewrite_checkpoint):
     """Another encoder may leave a block's largest code below 4.0: the bytes change, the values do not."""
     name = f"{NAME}.experts.2.w1.weight"
 
@@ -235,11 +230,11 @@ def test_several_shards(own, tmp_path, monkeypatch):
     jax.tree.map(np.testing.assert_array_equal, hub.load(tmp_path / "a").params, own.params)
 
 
-def test_other_dtype_for_what_was_loaded(golden_path, tmp_path):
+def test_other_dtype_for_what_was_loaded(golden_folder, tmp_path):
     """Everything that was in the matrices' dtype follows, the tensors that no parameter needs too."""
-    hub.save(tmp_path / "a", hub.load(golden_path("k3_tiny")), dtype="float32", pack_experts=False)
+    hub.save(tmp_path / "a", hub.load(golden_folder / "k3_tiny"), dtype="float32", pack_experts=False)
     loaded = hub.load(tmp_path / "a")
-    jax.tree.map(np.testing.assert_array_equal, loaded.params, hub.load(golden_path("k3_tiny"), param_dtype="float32").params)
+    jax.tree.map(np.testing.assert_array_equal, loaded.params, hub.load(golden_folder / "k3_tiny", param_dtype="float32").params)
     with ShardReader(tmp_path / "a") as reader:
         assert reader.specs[f"{NAME}.experts.0.w1.weight"] == TensorSpec((64, 32), "F32")
         assert reader.specs["vision_tower.patch_embed.proj.weight"].dtype == "BF16"
@@ -270,8 +265,8 @@ def test_leaves_that_do_not_fit_are_in_one_error(own, tmp_path):
         assert line in str(error.value)
 
 
-def test_bad_arguments(own, golden_path, tmp_path):
-    packed = hub.load(golden_path("k3_tiny"), keep_packed=True)
+def test_bad_arguments(own, golden_folder, tmp_path):
+    packed = hub.load(golden_folder / "k3_tiny", keep_packed=True)
     with pytest.raises(ValueError, match="without keep_packed"):
         hub.save(tmp_path / "a", packed, pack_experts=False)
     with pytest.raises(ValueError, match="float16"):
@@ -351,18 +346,18 @@ def test_a_folder_with_other_things_is_not_replaced(own, tmp_path):
 
 
 @pytest.mark.parametrize("exchange", [True, False], ids=["atomic swap", "two renames"])
-def test_saving_over_a_checkpoint_replaces_it(own, golden_path, tmp_path, monkeypatch, exchange):
+def test_saving_over_a_checkpoint_replaces_it(own, golden_folder, tmp_path, monkeypatch, exchange):
     if not exchange:
         monkeypatch.setattr(folder_module, "_rename_exchange", lambda work, target: False)
     hub.save(tmp_path / "a", own)
-    hub.save(tmp_path / "a", hub.load(golden_path("k3_tiny")))
-    compare(golden_path("k3_tiny"), tmp_path / "a")
+    hub.save(tmp_path / "a", hub.load(golden_folder / "k3_tiny"))
+    compare(golden_folder / "k3_tiny", tmp_path / "a")
     assert [p.name for p in tmp_path.iterdir()] == ["a"]
 
 
 @pytest.mark.parametrize("where", ["write_shard", "write_bytes", "replace"])
-def test_a_save_that_fails_leaves_the_old_folder(own, golden_path, tmp_path, monkeypatch, where):
-    loaded = hub.load(golden_path("k3_tiny"))
+def test_a_save_that_fails_leaves_the_old_folder(own, golden_folder, tmp_path, monkeypatch, where):
+    loaded = hub.load(golden_folder / "k3_tiny")
     loaded.files.clear()
     hub.save(tmp_path / "a", loaded)
 
@@ -372,14 +367,14 @@ def test_a_save_that_fails_leaves_the_old_folder(own, golden_path, tmp_path, mon
     monkeypatch.setattr(saving, where, fail)
     with pytest.raises(OSError, match="disk full"):
         hub.save(tmp_path / "a", own)
-    compare(golden_path("k3_tiny"), tmp_path / "a")
+    compare(golden_folder / "k3_tiny", tmp_path / "a")
     assert [p.name for p in tmp_path.iterdir()] == ["a"]
 
 
-def test_a_save_that_is_killed_leaves_the_old_folder(golden_path, tmp_path):
+def test_a_save_that_is_killed_leaves_the_old_folder(golden_folder, tmp_path):
     """SIGKILL in the middle of the second file."""
     folder = tmp_path / "a"
-    hub.save(folder, hub.load(golden_path("k3_tiny")))
+    hub.save(folder, hub.load(golden_folder / "k3_tiny"))
     code = (
         "import os, signal, sys; from moejax import hub; save = sys.modules['moejax.hub.save']; write = save.write_shard; count = []\n"
         "def stop(path, specs, tensors, metadata):\n"
@@ -390,9 +385,9 @@ def test_a_save_that_is_killed_leaves_the_old_folder(golden_path, tmp_path):
         "    return write(path, specs, tensor, metadata)\n"
         "save.write_shard = stop; hub.save(sys.argv[1], hub.load(sys.argv[2]), dtype='float32')\n"
     )
-    done = subprocess.run([sys.executable, "-c", code, str(folder), str(golden_path("k3_tiny"))], timeout=300)
+    done = subprocess.run([sys.executable, "-c", code, str(folder), str(golden_folder / "k3_tiny")], timeout=300)
     assert done.returncode == -signal.SIGKILL
-    compare(golden_path("k3_tiny"), folder)
+    compare(golden_folder / "k3_tiny", folder)
     left = [p for p in tmp_path.iterdir() if p != folder]
     assert len(left) == 1 and left[0].name.startswith(".moejax-saving-")  # of the killed process; no reader takes it for a checkpoint
     assert os.listdir(left[0])

@@ -7,10 +7,9 @@ import optax
 import pytest
 
 from moejax import HybridLM, presets
-from moejax.config import MXFP4_GROUP, MoEConfig
+from moejax.config import MoEConfig
 from moejax.modules.moe import LatentMoE
 from moejax.ops import mxfp4_decode, mxfp4_encode, mxfp4_fake_quant
-from moejax.ops.mxfp4 import GROUP
 from moejax.parallel import MeshConfig, batch_sharding, make_mesh, parameter_shardings
 from moejax.train import init_state, make_train_step
 
@@ -224,7 +223,6 @@ def test_packing_a_trained_model_keeps_its_outputs(small, packed_model):
 
 
 def test_configuration():
-    assert MXFP4_GROUP == GROUP
     tiny = presets.get("tiny")
     wide = {"expert_width": 64, "latent": 64}
     for kind in ("mxfp4", "mxfp4_qat"):
