@@ -27,7 +27,7 @@ ZERO_SCALE = 125
 """Scale byte of a block of zeros, which any byte decodes: that of a block whose largest magnitude is 1."""
 NAN_SCALE = 255
 LARGEST_SCALE = 254
-HOST_BLOCKS = 1024  # blocks a step on the host: temporaries of 64 to 256 KiB stay in the cache; whole arrays take 3 times as long
+HOST_BLOCKS = 1024  # blocks a step on the host: temporaries of 64 to 256 KiB stay in the cache
 
 
 class _Layout(NamedTuple):
