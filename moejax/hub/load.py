@@ -139,10 +139,9 @@ def _leaf_dtype(parameter: Parameter, config: ModelConfig) -> np.dtype:
     kind = parameter.rule.kind
     if kind == "bytes":
         return np.dtype(np.uint8)
-    if kind == "bias":
+    if kind == "bias" or (kind == "wide" and config.param_dtype == "bfloat16"):
         return np.dtype(np.float32)
-    wide = config.param_dtype == "float64" or kind == "wide"
-    return np.dtype(np.float64 if config.param_dtype == "float64" else np.float32) if wide else np.dtype(jnp.dtype(config.param_dtype))
+    return np.dtype(jnp.dtype(config.param_dtype))
 
 
 def _targets(

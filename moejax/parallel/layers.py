@@ -27,9 +27,10 @@ from ..ops.kda_layer import KDAWeights, kda_layer
 from ..ops.mla import MLAWeights, gated_mla
 from ..ops.rotary import positions_from_segments
 from .axes import PARAMETER_AXES, AxisRules, divided_sizes, partition_spec
+from .exchange import check_transport
 from .expert_parallel import expert_parallel_latent_moe
 from .sequence_kda_layer import sequence_kda_layer
-from .sequence_mla import sequence_gated_mla, sequence_positions
+from .sequence_mla import FORMS, sequence_gated_mla, sequence_positions
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,8 +45,9 @@ class ModelParallel:
     """Of experts' rows: "ragged", "padded", "gather", or None for what the platform has (see expert_parallel_mlp)."""
 
     def __post_init__(self) -> None:
-        if self.attention not in ("gather", "ring"):
-            raise ValueError(f"ModelParallel.attention is {self.attention!r}; allowed: gather, ring.")
+        if self.attention not in FORMS:
+            raise ValueError(f"ModelParallel.attention is {self.attention!r}; allowed: {', '.join(FORMS)}.")
+        check_transport(self.transport)
 
     def axes(self, logical: str) -> tuple[str, ...]:
         """Mesh axes that shard the logical axis, those of one device too."""

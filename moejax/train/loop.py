@@ -66,13 +66,14 @@ def run_loop(
     deadline: float | None = None,
     before_step: Callable[[int], None] = lambda step: None,
     agree: Callable[[str], str] = lambda reason: reason,
+    agree_every: int = 1,
 ) -> LoopResult:
     """Run steps first + 1 .. last. `batch_of(i)` is the batch after i steps, a pure function.
 
     on_metrics(step, host metrics, seconds): called once a step in order, one step behind the device, so that fetching
     never stalls it. save(step, state): every `save_every` steps and at the end, after the metrics up to `step` were
     handed over. deadline: `time.monotonic()` past which the loop ends. agree: from this process's reason to end to that of
-    all processes, called after each step.
+    all processes, called after every `agree_every` steps; between them nothing ends the loop.
     """
     behind = _OneBehind(on_metrics)
     step, reason, saved = first, "", first
@@ -80,7 +81,7 @@ def run_loop(
         before_step(step)
         state, metrics = train_step(state, batch_of(step - 1))
         behind.push(step, metrics)
-        reason = agree(request.reason or behind.problem or _late(deadline))
+        reason = agree(request.reason or behind.problem or _late(deadline)) if step % agree_every == 0 else ""
         if step % save_every == 0 and not reason and step != last:
             behind.flush()
             save(step, state)

@@ -41,6 +41,8 @@ from .step import make_eval_step, make_train_step
 from .throughput import peak_flops
 from .tracker import CompileCounter, Tracker
 
+AGREE_EVERY = 10  # steps between the processes' agreements on whether to end: each waits for the device
+
 
 class Pretraining:
     """One run: its corpus, model, records and checkpoints. `run` trains, `score` scores."""
@@ -74,31 +76,30 @@ class Pretraining:
         def train_step(state, batch):  # the name that the compile counter looks for
             return step(state, batch)
 
-        shardings = None if self.mesh is None else (self._state_shardings(), NamedSharding(self.mesh, PartitionSpec()))
+        self._shardings = None if self.mesh is None else parameter_shardings(self._state_shapes(), self.mesh)
+        shardings = None if self.mesh is None else (self._shardings, NamedSharding(self.mesh, PartitionSpec()))
         self._train_step = jax.jit(train_step, donate_argnums=0, out_shardings=shardings)
         self._eval_step = jax.jit(make_eval_step(self.model))
 
     def initial_state(self) -> Any:
         # It runs once; on a CPU 10 of the 16 s of compiling are LLVM's optimiser, which saves 0.04 s of the run.
         options = {"xla_backend_optimization_level": 0} if jax.default_backend() == "cpu" else None
-        shardings = None if self.mesh is None else self._state_shardings()
         initialise = jax.jit(
             lambda key: init_state(self.model, self.optimizer, key, balance=self.config.strength.create()),
             compiler_options=options,
-            out_shardings=shardings,
+            out_shardings=self._shardings,
         )
         return initialise(jax.random.key(self.config.seed))
 
     def state_template(self) -> Any:
         """Shapes and dtypes of the state, with its shardings on a mesh."""
-        shapes = jax.eval_shape(lambda key: init_state(self.model, self.optimizer, key), jax.random.key(self.config.seed))
-        if self.mesh is None:
+        shapes = self._state_shapes()
+        if self._shardings is None:
             return shapes
-        shardings = parameter_shardings(shapes, self.mesh)
-        return jax.tree.map(lambda leaf, own: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=own), shapes, shardings)
+        return jax.tree.map(lambda leaf, own: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=own), shapes, self._shardings)
 
-    def _state_shardings(self) -> Any:
-        return jax.tree.map(lambda leaf: leaf.sharding, self.state_template())
+    def _state_shapes(self) -> Any:
+        return jax.eval_shape(lambda key: init_state(self.model, self.optimizer, key), jax.random.key(self.config.seed))
 
     def _place(self, batch: dict[str, np.ndarray]) -> dict[str, Any]:
         """On a mesh every device gets its rows and its part of the time axis."""
@@ -221,6 +222,7 @@ class Pretraining:
                 deadline=None if c.time_limit is None else self.start + 60 * c.time_limit,
                 before_step=self._profiler(first),
                 agree=text_of_any,
+                agree_every=1 if jax.process_count() == 1 else AGREE_EVERY,
             )
         if c.profile:
             self._stop_profile()

@@ -133,3 +133,32 @@ def test_compile_counter_counts_its_function_only():
     assert counter.count == 1 and counter.seconds > 0
     jitted(jnp.zeros(4))
     assert counter.count == 2
+
+
+def test_processes_agree_on_the_end_every_few_steps():
+    """This process is asked to stop in step 2; all stop where they ask each other, in step 4."""
+    request, asked, saved = StopRequest(), [], []
+
+    def train_step(state, batch):
+        if batch == 1:
+            request.reason = "SIGTERM"
+        return state + 1, {"skipped": np.int32(0)}
+
+    def agree(reason):
+        asked.append(reason)
+        return reason
+
+    result = run_loop(
+        train_step,
+        0,
+        lambda index: index,
+        first=0,
+        last=9,
+        on_metrics=lambda step, metrics, seconds: None,
+        save=lambda step, state: saved.append(step),
+        save_every=100,
+        request=request,
+        agree=agree,
+        agree_every=4,
+    )
+    assert (result.step, result.reason, asked, saved) == (4, "SIGTERM", ["SIGTERM"], [4])
