@@ -15,7 +15,10 @@ import sys
 import jax
 import tyro
 
+from moejax.config import ModelConfig
 from moejax.data import ByteTokenizer, Corpus, folder_corpus, standard_library
+from moejax.modules.model import compute_dtype
+from moejax.ops.attention_gpu import AttentionFacts, attention_implementation
 from moejax.parallel import initialize, leave, who_is_who
 from moejax.parallel.agreement import raised_on_all, text_of_first
 from moejax.train.display import Display
@@ -93,6 +96,7 @@ def train(config: PretrainConfig, display: Display) -> int:
     devices = jax.devices()
     more = f" ({config.mesh.size} of {len(devices)})" if len(devices) > 1 else ""
     display.note(f"run: {folder}  device: {devices[0].device_kind}{more}")
+    display.note(f"attention: {attention_note(config, model)}")
     run = Pretraining(config, model, corpus, folder, display)
     summary = run.run(resume=bool(config.resume))
     if jax.process_index() == 0:
@@ -100,6 +104,16 @@ def train(config: PretrainConfig, display: Display) -> int:
     if summary["speed"]["cache_hits"]:
         display.note(f"Compiled programs came from {cache}")
     return 1 if "not finite" in summary["ended_by"] else 0
+
+
+def attention_note(config: PretrainConfig, model: ModelConfig) -> str:
+    """Which attention the MLA layers run, and why."""
+    if config.mesh.sequence > 1:
+        return "xla (the mesh shards time)"
+    dtype, length = str(compute_dtype(model)), config.context
+    facts = AttentionFacts(dtype, model.mla.nope_dim + model.mla.rope_dim, model.mla.value_dim, length, length, packed=True)
+    choice = attention_implementation(facts=facts)
+    return f"{choice.name} ({choice.reason})"
 
 
 def read_corpus(config: PretrainConfig, display: Display) -> Corpus:

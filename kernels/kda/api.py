@@ -4,43 +4,107 @@ Shapes: B batch, T tokens, H query/key heads, HV value heads (a multiple of H), 
 N documents of a row. "float32" means float32, or float64 when an input is float64.
 """
 
+import functools
+import warnings
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.core import Tracer
 
 from ..common import accumulation_dtype, check_segment_order, require_float, require_rank
 from ..varying import match_varying
-from .gate import check_lower_bound, kda_gate, l2_normalize
+from . import triton_launch
+from .gate import check_gate, check_lower_bound, kda_gate, l2_normalize
 from .reference import kda_reference
 from .segments import document_ids, drop_padding
+from .triton import CLOSED, SIZES, kda_triton
 from .xla import kda_chunked
 
 IMPLEMENTATIONS = ("reference", "xla", "triton", "tpu")
 PLATFORMS = ("cpu", "cuda", "gpu", "rocm", "tpu")
 
 
-def kda_implementation(platform: str | None = None, *, implementation: str | None = None) -> str:
+def kda_implementation(
+    platform: str | None = None,
+    *,
+    implementation: str | None = None,
+    dtype=jnp.bfloat16,
+    lower_bound: float | None = -5.0,
+    key_dim: int = 128,
+    value_dim: int = 128,
+) -> str:
     """The name of the implementation that `kda(implementation=...)` runs when it is lowered for `platform`.
 
-    platform: "cpu", "cuda", "gpu", "rocm" or "tpu"; None is this process's default backend. Today implementation=None is
-    "xla" on all of them. Raises ValueError for an unknown name and NotImplementedError for one that this version lacks.
+    platform: "cpu", "cuda", "gpu" (taken for cuda), "rocm" or "tpu"; None is this process's default backend.
+    dtype: of q, k and v; lower_bound, key_dim, value_dim: of the call. implementation=None is "triton" on cuda where the kernels can
+    take the call (bfloat16, a lower bound, K, V <= 256, a Hopper GPU or none here, jax-triton installed), and "xla" everywhere else.
+    Raises ValueError for an unknown name and NotImplementedError, with the reason, for one that cannot run there.
     """
     platform = jax.default_backend() if platform is None else platform
     if platform not in PLATFORMS:
         raise ValueError(f"platform={platform!r}; known platforms: {', '.join(PLATFORMS)}.")
+    if implementation in ("reference", "xla"):
+        return implementation
+    reason = None if platform in ("cuda", "gpu") else f"its kernels run on NVIDIA GPUs, this is {platform!r}"
+    reason = reason or kernels_refuse(dtype, lower_bound, key_dim, value_dim) or triton_launch.available()
     if implementation is None:
-        return "xla"
+        return "xla" if reason else "triton"
     if implementation not in IMPLEMENTATIONS:
         raise ValueError(f"implementation={implementation!r}; known: {', '.join(IMPLEMENTATIONS)}, or None to choose.")
-    if implementation in ("triton", "tpu"):
+    if implementation == "tpu":
+        reason = "it is not part of this version"
+    if reason:
         raise NotImplementedError(
-            f"implementation={implementation!r} of kda is not part of this version; use implementation='xla' (or None), "
-            "which runs on every platform."
+            f"implementation={implementation!r} of kda cannot run: {reason}; "
+            "use implementation='xla' (or None), which runs on every platform."
         )
     return implementation
+
+
+def kernels_refuse(dtype, lower_bound: float | None, key_dim: int, value_dim: int) -> str | None:
+    """Why the GPU kernels do not take such operands, or None. dtype: of q, k and v together."""
+    if dtype != jnp.bfloat16:
+        return f"its kernels need q, k and v in bfloat16 and the rest in bfloat16 or float32, here {jnp.dtype(dtype)}"
+    if lower_bound is None:
+        return "its kernels need a lower_bound of the log decay (the unbounded gate needs pairwise differences)"
+    if max(key_dim, value_dim) > SIZES[-1]:
+        return f"its kernels take at most {SIZES[-1]} channels, here K = {key_dim}, V = {value_dim}"
+    return None
+
+
+def _choose(implementation: str | None, q, k, v, g, beta, initial_state, lower_bound) -> str:
+    """Which to run: "reference", "xla", "triton", or "lowered", which is triton when lowered for cuda and xla otherwise."""
+    wide = [x.dtype for x in (g, beta, initial_state) if x is not None and x.dtype == jnp.float64]
+    dtype = jnp.result_type(q.dtype, k.dtype, v.dtype, *wide)
+    options = dict(dtype=dtype, lower_bound=lower_bound, key_dim=q.shape[3], value_dim=v.shape[3])
+    if implementation is not None:
+        return kda_implementation(implementation=implementation, **options)
+    if kernels_refuse(**options):
+        return "xla"
+    if (reason := triton_launch.available()) is None:
+        return "lowered"
+    if jax.default_backend() == "gpu":
+        _warn_once(reason)
+    return "xla"
+
+
+@functools.cache
+def _warn_once(reason: str) -> None:
+    warnings.warn(f"kda runs as plain XLA, several times slower than its kernels: {reason}.", RuntimeWarning, stacklevel=5)
+
+
+def _run(name: str, kernels, chunked, operands):
+    """kernels(*operands) or chunked(*operands), by the platform that is lowered for when name is "lowered"."""
+    if name == "triton":
+        return kernels(*operands)
+    if name == "xla":
+        return chunked(*operands)
+    leaves = jax.tree.leaves(operands)
+    alike = lambda run: lambda *operands: jax.tree.map(lambda x: match_varying(x, *leaves), run(*operands))
+    return lax.platform_dependent(*operands, cuda=alike(kernels), default=alike(chunked))
 
 
 def kda(
@@ -73,25 +137,24 @@ def kda(
     stand anywhere, also inside a document, which goes on after it.
     num_segments=N: initial and final state are per document, [B,N,HV,K,V], document i in row i - 1; ids must be <= N. A
     document that is absent returns its initial state. Without it the final state is that of the last document.
-    implementation: None (chosen), "reference" (token by token), "xla" (chunks of 16 tokens).
+    implementation: "reference" (token by token), "xla" (chunks of 16 tokens), "triton" (kernels for NVIDIA Hopper; bfloat16 q, k, v and
+    a lower_bound), or None: "triton" when the call is lowered for cuda and the kernels can take it, else "xla"; see
+    kda_implementation. Over several GPUs call it inside jax.shard_map (batch and heads may be cut): a jit alone cannot cut a
+    kernel's launch and would gather the operands on every device.
 
     Returns (o [B,T,HV,V] in v.dtype, final state float32, or None unless output_final_state). Differentiable in every float
     input. Bad shapes, dtypes or values raise ValueError before anything is compiled; T = 0 and float16 are among them. Ids that
     are traced cannot be read: then decreasing ids give undefined results for that row.
     """
     q, k, v, g, beta, initial_state, segment_ids = as_arrays(q, k, v, g, beta, initial_state, segment_ids)
-    name = kda_implementation(implementation=implementation)
     check_operands(q, k, v, g, beta)
     check_lower_bound(lower_bound)
     check_segments(segment_ids, num_segments, q.shape[:2])
     check_initial_state(initial_state, num_segments, v.shape, q.shape[3])
     scale = _check_scale(scale, q.shape[3])
+    name = _choose(implementation, q, k, v, g, beta, initial_state, lower_bound)
 
-    dtype = accumulation_dtype(q, k, v, g, beta, initial_state)
-    if initial_state is None:
-        rows = () if num_segments is None else (num_segments,)
-        initial_state = jnp.zeros((q.shape[0], *rows, v.shape[2], q.shape[3], v.shape[3]), dtype)
-    initial_state = initial_state.astype(dtype)
+    initial_state = _start(initial_state, num_segments, q, k, v, g, beta)
     documents = None
     if segment_ids is not None:
         q, k, v, g, beta = drop_padding(segment_ids, q, k, v, g, beta)
@@ -99,10 +162,20 @@ def kda(
     operands = (q, k, v, g, beta, initial_state)
     q, k, v, g, beta, initial_state = (match_varying(x, *operands) for x in operands)
     if name == "reference":
-        q, k, v_, g, beta = (x.astype(dtype) for x in (q, k, v, g, beta))
+        q, k, v_, g, beta = (x.astype(initial_state.dtype) for x in (q, k, v, g, beta))
         o, final = kda_reference(q, k, v_, g, beta, scale=scale, initial_state=initial_state, documents=documents)
     else:
-        o, final = kda_chunked(q, k, v, g, beta, scale=scale, lower_bound=lower_bound, initial_state=initial_state, documents=documents)
+
+        def chunked(q, k, v, g, beta, initial_state, documents):
+            options = dict(scale=scale, lower_bound=lower_bound, initial_state=initial_state, documents=documents)
+            o, final = kda_chunked(q, k, v, g, beta, **options)
+            return o.astype(v.dtype), final
+
+        def kernels(q, k, v, g, beta, initial_state, documents):
+            options = dict(scale=scale, lower_bound=lower_bound, initial_state=initial_state, documents=documents)
+            return kda_triton(q, k, v, g, beta, fused=False, **options)
+
+        o, final = _run(name, kernels, chunked, (q, k, v, g, beta, initial_state, documents))
     return o.astype(v.dtype), (final if output_final_state else None)
 
 
@@ -129,18 +202,43 @@ def gated_kda(
     lower_bound in [-5.9, 0): g = lower_bound * sigmoid(exp(A_log) (raw_gate + dt_bias)), the Kimi K3 gate; None: the unbounded
     softplus gate of Kimi Linear (see kda_gate). The other arguments, the results and the errors are those of kda.
     """
-    return kda(
-        *gated_operands(
-            q, k, v, raw_gate, beta_logits, A_log, dt_bias, lower_bound=lower_bound, segment_ids=segment_ids, num_segments=num_segments
-        ),
-        lower_bound=lower_bound,
-        scale=scale,
-        initial_state=initial_state,
-        segment_ids=segment_ids,
-        num_segments=num_segments,
-        output_final_state=output_final_state,
-        implementation=implementation,
-    )
+    q, k, v, raw_gate, beta_logits, A_log, dt_bias = as_arrays(q, k, v, raw_gate, beta_logits, A_log, dt_bias)
+    initial_state, segment_ids = as_arrays(initial_state, segment_ids)
+    check_operands(q, k, v, raw_gate, beta_logits, names=("q", "k", "v", "raw_gate", "beta_logits"))
+    check_gate(raw_gate, A_log, dt_bias, lower_bound)
+    check_segments(segment_ids, num_segments, q.shape[:2])
+    check_initial_state(initial_state, num_segments, v.shape, q.shape[3])
+    scale = _check_scale(scale, q.shape[3])
+    name = _choose(implementation, q, k, v, raw_gate, beta_logits, initial_state, lower_bound)
+    initial_state = _start(initial_state, num_segments, q, k, v, raw_gate, beta_logits)
+
+    def unfused(q, k, v, raw_gate, beta_logits, A_log, dt_bias, initial_state, segment_ids):
+        options = dict(lower_bound=lower_bound, segment_ids=segment_ids, num_segments=num_segments)
+        operands = gated_operands(q, k, v, raw_gate, beta_logits, A_log, dt_bias, **options)
+        options |= dict(scale=scale, initial_state=initial_state, output_final_state=True)
+        return kda(*operands, implementation="reference" if name == "reference" else "xla", **options)
+
+    def kernels(q, k, v, raw_gate, beta_logits, A_log, dt_bias, initial_state, segment_ids):
+        documents = None
+        if segment_ids is not None:
+            documents = document_ids(segment_ids)
+            q, k, v, beta_logits = drop_padding(segment_ids, q, k, v, beta_logits)
+            raw_gate = jnp.where((segment_ids > 0)[..., None, None], raw_gate, jnp.asarray(CLOSED, raw_gate.dtype))
+        options: Any = dict(scale=scale, lower_bound=lower_bound, initial_state=initial_state, documents=documents)
+        return kda_triton(q, k, v, raw_gate, beta_logits, A_log, dt_bias, fused=True, **options)
+
+    operands = (q, k, v, raw_gate, beta_logits, A_log, dt_bias, initial_state, segment_ids)
+    o, final = _run("xla" if name == "reference" else name, kernels, unfused, operands)
+    return o, (final if output_final_state else None)
+
+
+def _start(initial_state, num_segments, q, k, v, g, beta):
+    """The initial state in the dtype of the state; zeros for None."""
+    dtype = accumulation_dtype(q, k, v, g, beta, initial_state)
+    if initial_state is not None:
+        return initial_state.astype(dtype)
+    rows = () if num_segments is None else (num_segments,)
+    return jnp.zeros((q.shape[0], *rows, v.shape[2], q.shape[3], v.shape[3]), dtype)
 
 
 def gated_operands(q, k, v, raw_gate, beta_logits, A_log, dt_bias, *, lower_bound, segment_ids, num_segments):

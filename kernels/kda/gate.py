@@ -27,6 +27,17 @@ def check_lower_bound(lower_bound: float | None) -> None:
         )
 
 
+def check_gate(raw, A_log, dt_bias, lower_bound: float | None) -> None:
+    """The errors of kda_gate, for arrays or None."""
+    require_rank(4, "[B,T,HV,K]", raw=raw)
+    require_float(raw=raw, A_log=A_log, dt_bias=dt_bias)
+    check_lower_bound(lower_bound)
+    heads, channels = raw.shape[2:]
+    for name, x, shape in (("A_log", A_log, (heads,)), ("dt_bias", dt_bias, (heads, channels))):
+        if x is not None and x.shape != shape:
+            raise ValueError(f"{name} has shape {x.shape}; for raw {raw.shape} it must be {shape}, or None. Reshape it.")
+
+
 def kda_gate(raw, A_log, dt_bias, *, lower_bound: float | None = -5.0):
     """Log decay of each token, head and key channel.
 
@@ -38,15 +49,8 @@ def kda_gate(raw, A_log, dt_bias, *, lower_bound: float | None = -5.0):
     Other shapes raise ValueError: nothing is broadcast, because [HV] and [HV,K] are different gates. Value and gradient are
     finite for |raw| up to at least 1e4; a saturated entry has gradient exactly 0.
     """
-    raw = jnp.asarray(raw)
-    require_rank(4, "[B,T,HV,K]", raw=raw)
-    A_log, dt_bias = (None if x is None else jnp.asarray(x) for x in (A_log, dt_bias))
-    require_float(raw=raw, A_log=A_log, dt_bias=dt_bias)
-    check_lower_bound(lower_bound)
-    heads, channels = raw.shape[2:]
-    for name, x, shape in (("A_log", A_log, (heads,)), ("dt_bias", dt_bias, (heads, channels))):
-        if x is not None and x.shape != shape:
-            raise ValueError(f"{name} has shape {x.shape}; for raw {raw.shape} it must be {shape}, or None. Reshape it.")
+    raw, A_log, dt_bias = (None if x is None else jnp.asarray(x) for x in (raw, A_log, dt_bias))
+    check_gate(raw, A_log, dt_bias, lower_bound)
     dtype = accumulation_dtype(raw, A_log, dt_bias)
     x = raw.astype(dtype)
     if dt_bias is not None:

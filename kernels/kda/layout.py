@@ -47,29 +47,32 @@ class Aligned(NamedTuple):
     used: jnp.ndarray  # [B,NT*C] bool; False where nothing stands
     place: jnp.ndarray  # [B,T] where a token of the row went
     rows: Rows  # each [B,NT]
+    bounds: jnp.ndarray  # [B,N,2] first chunk of each document and the chunk after its last
 
 
-def aligned_chunks(tokens: int, documents: int) -> int:
+def aligned_chunks(tokens: int, documents: int, chunk: int = CHUNK) -> int:
     """The most chunks that `documents` documents of `tokens` tokens together can need."""
-    return (tokens + (CHUNK - 1) * min(documents, tokens)) // CHUNK
+    return (tokens + (chunk - 1) * min(documents, tokens)) // chunk
 
 
-def aligned_layout(documents, num_documents: int, chunks: int) -> Aligned:
-    """documents [B,T] filled ids 1..N in order (0 in a row of padding only) -> the layout in `chunks` chunks."""
+def aligned_layout(documents, num_documents: int, chunks: int, chunk: int = CHUNK) -> Aligned:
+    """documents [B,T] filled ids 1..N in order (0 in a row of padding only) -> the layout in `chunks` chunks of `chunk` tokens."""
     batch, tokens = documents.shape
     lines = jnp.arange(batch)[:, None]
     document = jnp.clip(documents - 1, 0, num_documents - 1)
     length = jnp.zeros((batch, num_documents), jnp.int32).at[lines, document].add(1)
-    chunk_end = jnp.cumsum((length + CHUNK - 1) // CHUNK, axis=1)
-    chunk_start = chunk_end - (length + CHUNK - 1) // CHUNK
+    needed = (length + chunk - 1) // chunk
+    chunk_end = jnp.cumsum(needed, axis=1)
+    chunk_start = chunk_end - needed
     token_start = jnp.cumsum(length, axis=1) - length
-    place = chunk_start[lines, document] * CHUNK + jnp.arange(tokens) - token_start[lines, document]
+    place = chunk_start[lines, document] * chunk + jnp.arange(tokens) - token_start[lines, document]
 
-    chunk = jnp.arange(chunks)
-    row = jnp.sum(chunk_end[:, None, :] <= chunk[:, None], axis=-1)  # documents that ended before the chunk
+    number = jnp.arange(chunks)
+    row = jnp.sum(chunk_end[:, None, :] <= number[:, None], axis=-1)  # documents that ended before the chunk
     row = jnp.minimum(row, document[:, -1:])  # chunks left over belong to the last document: no rows, state unchanged
-    offset = (chunk - chunk_start[lines, row])[..., None] * CHUNK + jnp.arange(CHUNK)  # [B,NT,C] token of the document
+    offset = (number - chunk_start[lines, row])[..., None] * chunk + jnp.arange(chunk)  # [B,NT,C] token of the document
     used = offset < length[lines, row][..., None]
     source = jnp.where(used, token_start[lines, row][..., None] + offset, 0)
-    rows = Rows(row, first=chunk == chunk_start[lines, row], last=chunk == chunk_end[lines, row] - 1)
-    return Aligned(source.reshape(batch, -1), used.reshape(batch, -1), place, rows)
+    rows = Rows(row, first=number == chunk_start[lines, row], last=number == chunk_end[lines, row] - 1)
+    bounds = jnp.stack([chunk_start, chunk_end], axis=-1)
+    return Aligned(source.reshape(batch, -1), used.reshape(batch, -1), place, rows, bounds)

@@ -1,5 +1,7 @@
 """Blockwise softmax attention with its own gradient; memory grows linearly with length.
 
+It runs everywhere. On an NVIDIA card `attention` takes a fused kernel instead where one fits: see attention_gpu.py.
+
 Shapes: B batch, T queries, S keys, H query heads, J key and value heads (J divides H), K query and key width, V value
 width.
 
@@ -17,6 +19,7 @@ from jax import lax
 
 from moejax.kernels.common import accumulation_dtype, require_float, require_rank
 from moejax.kernels.varying import match_varying
+from moejax.ops.attention_gpu import AttentionFacts, attention_implementation, gpu_attention
 
 LEAST_BLOCK, MOST_BLOCK = 128, 512
 
@@ -46,7 +49,7 @@ class _Bounds(NamedTuple):
     last_query: Any  # [key blocks] one past the last query block that needs a key block
 
 
-def attention(q, k, v, *, scale=None, segment_ids=None, causal=True, block=None):
+def attention(q, k, v, *, scale=None, segment_ids=None, causal=True, block=None, implementation=None):
     """Softmax attention, `softmax(scale q k^T + mask) v`, computed in blocks.
 
     Args:
@@ -59,13 +62,16 @@ def attention(q, k, v, *, scale=None, segment_ids=None, causal=True, block=None)
         output is 0 and it is never read, in the gradient neither.
       causal: query t attends to keys at or before t + S - T (needs S >= T).
       block: most rows a block; None takes a 16th of the longer side, between 128 and 512. Lengths up to this take
-        one block without a loop.
+        one block without a loop. Kernels of a card ignore it.
+      implementation: "xla" (blockwise), "cudnn", "mosaic" (tokamax), or None to choose when it is lowered:
+        `attention_implementation` tells which and why.
 
     Returns:
       [B,T,H,V] in v's dtype. Statistics and sums are float32 (float64 for float64 inputs).
 
     Raises:
-      ValueError: wrong ranks, dtypes, shapes that do not agree, or an empty axis.
+      ValueError: wrong ranks, dtypes, shapes that do not agree, an empty axis, or an unknown implementation.
+      NotImplementedError: a named implementation that cannot run here, with the reason.
     """
     _check(q, k, v, segment_ids, causal, block)
     T, S = q.shape[1], k.shape[1]
@@ -79,8 +85,32 @@ def attention(q, k, v, *, scale=None, segment_ids=None, causal=True, block=None)
     layout = _Layout(query, key, queries, keys, T, S, causal, float(scale))
     arrays = tuple(x for x in (q, k, v, segment_ids) if x is not None)
     q, k, v = (match_varying(x, *arrays) for x in (q, k, v))
-    out: Any = _attention(q, k, v, segment_ids, layout)
+    out: Any = _run(q, k, v, segment_ids, layout, implementation)
     return out if real is None else jnp.where(real, out, 0)
+
+
+def _run(q, k, v, segment_ids, layout, implementation):
+    """The implementation that is named, or the one chosen for the platform that this is lowered for."""
+    name = attention_implementation("cuda", _facts(q, k, v, segment_ids, layout), implementation=implementation).name
+
+    def blockwise(q, k, v):
+        return _attention(q, k, v, segment_ids, layout)
+
+    def kernel(q, k, v):
+        return gpu_attention(name, blockwise, q, k, v, segment_ids, scale=layout.scale, causal=layout.causal)
+
+    if name == "xla":
+        return blockwise(q, k, v)
+    if implementation is not None:
+        return kernel(q, k, v)
+    return lax.platform_dependent(q, k, v, cuda=kernel, default=blockwise)
+
+
+def _facts(q, k, v, segment_ids, layout) -> AttentionFacts:
+    dtypes = {str(x.dtype) for x in (q, k, v)}
+    dtype = dtypes.pop() if len(dtypes) == 1 else "mixed"
+    lengths = (layout.query_length, layout.key_length)
+    return AttentionFacts(dtype, k.shape[3], v.shape[3], *lengths, layout.causal, segment_ids is not None)
 
 
 def _check(q, k, v, segment_ids, causal, block):

@@ -1,0 +1,199 @@
+"""Every GPU kernel of KDA compiles to PTX and lowers for cuda on a machine without a GPU.
+
+Needs Python 3.12, jax-triton, Triton and the CUDA plugin of JAX (jax-cuda13-plugin; its libraries are not used). ptxas comes with Triton.
+"""
+
+import functools
+import re
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental import topologies
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+pytest.importorskip("jax_triton", reason="jax-triton is not installed (pip install 'moejax[triton]')")
+
+from moejax.kernels.kda import gated_kda, kda, triton, triton_launch
+
+pytestmark = pytest.mark.skipif(triton_launch.available() is not None, reason=str(triton_launch.available()))
+gpu_triton = pytest.importorskip("jaxlib.gpu_triton")
+if not hasattr(gpu_triton, "TritonKernel"):
+    pytest.skip("the CUDA plugin of JAX is not installed (pip install jax-cuda13-plugin)", allow_module_level=True)
+
+BF16, F32 = jnp.bfloat16, jnp.float32
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled():
+    """The PTX of each kernel compiled in this file: {name: [(ptx, shared bytes)]}. A kernel that is asked for again is not in it twice."""
+    triton_launch._jax_triton()
+    from jax_triton import triton_lib
+
+    found, compile_kernel = {}, triton_lib.TritonFunction._compile_kernel
+
+    def record(self, *args):
+        out = compile_kernel(self, *args)
+        found.setdefault(self.name, []).append((out[-1].binary, out[-1].shared_mem_bytes))
+        return out
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(triton_lib.TritonFunction, "_compile_kernel", record)
+        yield found
+
+
+def launches(function, *args) -> int:
+    text = jax.jit(function).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+    return text.count("@triton_kernel_call_ffi")
+
+
+def operands(batch, tokens, heads, value_heads, K, V, *, wide=F32, documents=None):
+    shape = lambda dtype, *dims: jax.ShapeDtypeStruct(dims, dtype)
+    rows = () if documents is None else (documents,)
+    row = (batch, tokens)
+    arrays = [shape(BF16, *row, heads, K)] * 2 + [shape(BF16, *row, value_heads, V)]
+    arrays += [shape(wide, *row, value_heads, K), shape(wide, *row, value_heads)]
+    return arrays, [shape(F32, value_heads), shape(F32, value_heads, K)], shape(F32, batch, *rows, value_heads, K, V)
+
+
+def total(o, final):
+    return jnp.sum(o.astype(F32)) + jnp.sum(final)
+
+
+def fused_loss(arrays, gate, initial, ids=None, num_segments=None):
+    options = dict(initial_state=initial, segment_ids=ids, num_segments=num_segments, output_final_state=True)
+    return total(*gated_kda(*arrays, *gate, **options))
+
+
+def plain_loss(arrays, initial, ids=None):
+    return total(*kda(*arrays, lower_bound=-5.0, initial_state=initial, segment_ids=ids, output_final_state=True))
+
+
+FORWARD, BACKWARD = 2, 4  # launches a window: prep, walk; prep, walk, reverse, grads
+
+
+def test_training_step_of_a_layer():
+    """K = V = 128, 96 heads, gate and norms inside: one window, six launches; no kernel asks for global scratch (call checks it)."""
+    count = launches(jax.grad(fused_loss, argnums=(0, 1, 2)), *operands(1, 8192, 96, 96, 128, 128, wide=BF16))
+    assert count == FORWARD + BACKWARD
+
+
+def test_windows_and_packing():
+    arrays, gate, initial = operands(2, 8192, 24, 48, 64, 64)
+    ids = jax.ShapeDtypeStruct((2, 8192), jnp.int32)
+    window, segment = triton.cut(2, 48, 64, 64, 8192)
+    assert segment == 0
+    count = launches(jax.grad(fused_loss, argnums=(0, 1, 2)), arrays, gate, initial, ids)
+    assert count == -(-8192 // window) * (FORWARD + BACKWARD)
+
+
+def test_few_heads_in_segments():
+    """Forward also the summaries and their folding, backward also the first reverse walk and its folding."""
+    arrays, _, initial = operands(1, 16384, 4, 4, 128, 128, wide=BF16)
+    count = launches(jax.grad(plain_loss, argnums=(0, 1)), arrays, initial)
+    assert count == FORWARD + 2 + BACKWARD + 2
+
+
+def test_a_state_per_document():
+    arrays, gate, initial = operands(1, 1000, 2, 2, 128, 64, documents=7)
+    ids = jax.ShapeDtypeStruct((1, 1000), jnp.int32)
+    count = launches(jax.grad(functools.partial(fused_loss, num_segments=7), argnums=(0, 1, 2)), arrays, gate, initial, ids)
+    assert count == FORWARD + BACKWARD
+
+
+def test_256_channels():
+    arrays, gate, initial = operands(1, 64, 1, 2, 256, 256)
+    assert launches(jax.grad(fused_loss, argnums=(0, 1, 2)), arrays, gate, initial) == FORWARD + BACKWARD
+
+
+def test_lowering_for_other_platforms_has_no_kernel():
+    arrays, gate, initial = operands(1, 64, 1, 1, 64, 64)
+    for platform in ("cpu", "tpu"):
+        text = jax.jit(jax.grad(fused_loss)).trace(arrays, gate, initial).lower(lowering_platforms=(platform,)).as_text()
+        assert "triton" not in text
+
+
+def ptxas(ptx, folder):
+    """Registers, spilled bytes and the warnings of ptxas about wgmma (C75xx)."""
+    from triton.backends.nvidia.compiler import get_ptxas
+
+    file = folder / "kernel.ptx"
+    file.write_text(ptx)
+    command = [get_ptxas(90).path, "-v", "-arch=sm_90a", str(file), "-o", str(folder / "kernel.cubin")]
+    text = subprocess.run(command, check=True, capture_output=True, text=True).stderr
+    numbers = [int(x) for x in re.findall(r"Used (\d+) registers", text)]
+    spilled = sum(int(x) for x in re.findall(r"(\d+) bytes spill", text))
+    return max(numbers), spilled, re.findall(r"C75\d\d", text)
+
+
+TARGET = """
+gpu_device_info {
+  threads_per_block_limit: 1024  threads_per_warp: 32  shared_memory_per_block: 49152  shared_memory_per_core: 233472
+  threads_per_core_limit: 2048  core_count: 132  fpus_per_core: 128  memory_bandwidth: 4800000000000  l2_cache_size: 52428800
+  block_dim_limit_x: 2147483647  block_dim_limit_y: 65535  block_dim_limit_z: 65535
+  thread_dim_limit_x: 1024  thread_dim_limit_y: 1024  thread_dim_limit_z: 64  clock_rate_ghz: 1.98
+  device_memory_size: 151397597184  shared_memory_per_block_optin: 232448  registers_per_core_limit: 65536
+  registers_per_block_limit: 65536  device_address_bits: 64  device_vendor: "NVIDIA Corporation"  name: "NVIDIA H200"
+  cuda_compute_capability { major: 9 feature_extension: ACCELERATED_FEATURES }
+  driver_version: "13.0.0"  runtime_version: "12.8.0"  compile_time_toolkit_version: "12.8.0"  dnn_version: "9.10.0"
+}
+platform_name: "CUDA"  dnn_version_info { major: 9 minor: 10 }  device_description_str: "NVIDIA H200"
+"""
+
+
+@pytest.mark.parametrize("layers, window", [(1, 2048), (4, 8192)])
+def test_what_xla_makes_of_it(monkeypatch, layers, window):
+    """Compiled for an H200 that is not here: no branch is left, the windows write in place, and what lies between kernels is bounded.
+
+    One layer in windows of an eighth; four layers, whose forward passes must not keep what the backward pass prepares again.
+    """
+    pytest.importorskip("jax_plugins.xla_cuda13", reason="the CUDA runtime of JAX is not installed (pip install jax-cuda13-pjrt)")
+    T, H, D = (16384, 32, 128) if layers == 1 else (8192, 32, 128)
+    try:
+        topology = topologies.get_topology_desc(platform="cuda", topology_name="", target_config=TARGET, topology="1x1x1")
+    except Exception as error:
+        pytest.skip(f"no compiler for a GPU that is not here: {error}")
+    monkeypatch.setattr(triton, "cut", lambda *sizes: (window, 0))
+    place = NamedSharding(Mesh(np.array(topology.devices), ("x",)), PartitionSpec())
+    arrays, gate, _ = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), operands(1, T, H, H, D, D, wide=BF16))
+
+    def loss(arrays, gate):
+        q, *others = arrays
+        for _ in range(layers):
+            q = q + gated_kda(q, *others, *gate)[0]
+        return jnp.sum(q.astype(F32))
+
+    compiled = jax.jit(jax.grad(loss, argnums=(0, 1))).lower(arrays, gate).compile()
+    text = compiled.as_text()
+    assert text.count('custom_call_target="triton_kernel_call_ffi"') >= layers * (T // window) * BACKWARD
+    assert " copy(" not in text and " conditional(" not in text
+    token = T * H * D * 2  # bytes of q
+    between = min(window, T) * H * (3 * 2 * D + 2 * 2 * 32 + 4 * D // 32 + 2 * 2 * D * D // 32 + 2 * 2 * D)
+    # q of each layer, its gradient, o and its gradient, gradients of a layer and their sums: eight arrays of this size at least.
+    assert compiled.memory_analysis().temp_size_in_bytes <= between + (layers + 10) * token
+
+
+# Bytes that may spill: a few values around a loop cost nothing that can be measured; a spilled accumulator is kilobytes.
+SPILLED, SHARED = 512, 227 * 1024
+
+
+def test_what_ptxas_says(compiled, tmp_path):
+    """The kernels of training at K = V = 128: no wgmma is serialised (C7510 to C7516), next to nothing spills, shared memory fits.
+
+    C7517, a wait that ptxas adds before registers of a wgmma are read, is let pass once a kernel: where a walk ends.
+    """
+    for stage in triton.stages():
+        for kernel in vars(sys.modules[stage.__module__]).values():
+            getattr(kernel, "_jT_kernel_cache", {}).clear()
+    compiled.clear()
+    launches(jax.grad(fused_loss, argnums=(0, 1, 2)), *operands(1, 4096, 96, 96, 128, 128, wide=BF16))
+    assert compiled
+    for name, builds in compiled.items():
+        for ptx, shared in builds:
+            registers, spilled, warnings = ptxas(ptx, tmp_path)
+            report = f"{name}: {registers} registers, {spilled} bytes spilled, {shared} bytes of shared memory {warnings or ''}"
+            print(report)
+            assert warnings in ([], ["C7517"]) and spilled <= SPILLED and shared <= SHARED, report

@@ -1,0 +1,120 @@
+"""Convolution, gated norm and one-token step compile for sm_90a and lower for cuda on a machine without a GPU, under every transform.
+
+Needs Python 3.12, jax-triton, Triton and the CUDA plugin of JAX (jax-cuda13-plugin; its libraries are not used).
+"""
+
+import re
+import subprocess
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import AxisType, PartitionSpec
+
+pytest.importorskip("jax_triton", reason="jax-triton is not installed (pip install 'moejax[triton]')")
+
+from moejax.kernels.kda import triton_conv, triton_decode, triton_launch, triton_norm
+
+pytestmark = pytest.mark.skipif(triton_launch.available() is not None, reason=str(triton_launch.available()))
+if not hasattr(pytest.importorskip("jaxlib.gpu_triton"), "TritonKernel"):
+    pytest.skip("the CUDA plugin of JAX is not installed (pip install jax-cuda13-plugin)", allow_module_level=True)
+
+BF16, F32 = jnp.bfloat16, jnp.float32
+P = PartitionSpec
+S = jax.ShapeDtypeStruct
+
+
+def launches(function, *args, **options) -> int:
+    text = jax.jit(function, **options).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+    return text.count("@triton_kernel_call_ffi")
+
+
+def conv_loss(x, weight, history, ids):
+    y, last = triton_conv.conv_silu_triton(x, weight, history=history, segment_ids=ids)
+    return (y.astype(F32) ** 2).sum() + (last.astype(F32) ** 2).sum()
+
+
+def norm_loss(x, gate, weight):
+    return (triton_norm.gated_rms_norm_triton(x, gate, weight, eps=1e-5).astype(F32) ** 2).sum()
+
+
+CONV = S((2, 130, 520), BF16), S((4, 520), F32), S((2, 3, 520), BF16), S((2, 130), jnp.int32)
+NORM = S((2, 130, 4, 128), BF16), S((2, 130, 4, 128), BF16), S((128,), F32)
+STEP = [S((2, h, 128), BF16) for h in (2, 2, 4, 4)] + [S((2, 4), BF16), S((4,), F32), S((4, 128), F32), S((2, 4, 128, 128), F32)]
+stacked = lambda a, n=3: S((n, *a.shape), a.dtype)
+
+
+@pytest.mark.parametrize("history", [True, False])
+@pytest.mark.parametrize("packed", [True, False])
+def test_conv(history, packed):
+    x, weight, past, ids = CONV
+    operands = (x, weight, past if history else None, ids if packed else None)
+    assert launches(jax.grad(conv_loss, argnums=(0, 1, 2) if history else (0, 1)), *operands) == 2
+
+
+def test_vmap_is_one_launch():
+    x, weight, past, ids = CONV
+    gradient = jax.grad(conv_loss, argnums=(0, 1, 2))
+    assert launches(jax.vmap(gradient, in_axes=(0, None, 0, 0)), stacked(x), weight, stacked(past), stacked(ids)) == 2
+    assert launches(jax.vmap(gradient, in_axes=(0, 0, 0, None)), stacked(x), stacked(weight), stacked(past), ids) == 2  # in a loop
+    assert launches(jax.vmap(jax.grad(norm_loss, argnums=(0, 1, 2)), in_axes=(0, 0, None)), *map(stacked, NORM[:2]), NORM[2]) == 2
+    step = jax.vmap(lambda *a: triton_decode.kda_decode_triton(*a), in_axes=(0,) * 5 + (None, None, 0))
+    assert launches(step, *(stacked(a) if i not in (5, 6) else a for i, a in enumerate(STEP))) == 1
+
+
+def test_remat_and_scan_keep_the_inputs_only():
+    def loss(x, weight):
+        layer = jax.checkpoint(lambda carry, _: (triton_conv.conv_silu_triton(carry, weight)[0], None))
+        return jax.lax.scan(layer, x, None, length=3)[0].astype(F32).sum()
+
+    assert launches(jax.grad(loss, argnums=(0, 1)), *CONV[:2]) == 2
+
+
+def test_shard_map():
+    """Rows and channels, heads: the gradient of a replicated weight is added up over the rows' axis."""
+    mesh = jax.make_mesh((2, 2), ("rows", "model"), axis_types=(AxisType.Auto,) * 2)
+    x, weight, _, ids = S((2, 130, 1040), BF16), S((4, 1040), F32), None, CONV[3]
+    conv = jax.grad(lambda x, w, i: conv_loss(x, w, None, i), argnums=(0, 1))
+    specs = (P("rows", None, "model"), P(None, "model"))
+    assert launches(jax.shard_map(conv, mesh=mesh, in_specs=(*specs, P("rows")), out_specs=specs), x, weight, ids) == 2
+    specs = (P("rows", None, "model"), P("rows", None, "model"), P())
+    norm = jax.shard_map(jax.grad(norm_loss, argnums=(0, 1, 2)), mesh=mesh, in_specs=specs, out_specs=specs)
+    assert launches(norm, *NORM) == 2
+    rows = P("rows", "model")
+    specs = (rows,) * 5 + (P("model"), P("model"), rows)
+    step = jax.shard_map(lambda *a: triton_decode.kda_decode_triton(*a), mesh=mesh, in_specs=specs, out_specs=(rows, rows))
+    assert launches(step, *STEP) == 1
+
+
+def test_step_overwrites_the_state():
+    text = jax.jit(lambda *a: triton_decode.kda_decode_triton(*a)).trace(*STEP).lower(lowering_platforms=("cuda",)).as_text()
+    assert "output_tuple_indices = [0], operand_index = 0" in text
+    pool = [*STEP[:5], None, None, S((7, 4, 128, 128), F32), S((2,), jnp.int32)]
+    assert launches(lambda *a: triton_decode.kda_decode_triton(*a[:-1], slots=a[-1], lower_bound=None), *pool, donate_argnums=7) == 1
+
+
+def test_nothing_spills(monkeypatch, tmp_path):
+    """W = 4 packed, V = 128, K = V = 128, bfloat16, of shapes that no other test here compiles."""
+    triton_launch._jax_triton()
+    from jax_triton import triton_lib
+    from triton.backends.nvidia.compiler import get_ptxas
+
+    found, compile_kernel = [], triton_lib.TritonFunction._compile_kernel
+
+    def record(self, *args):
+        out = compile_kernel(self, *args)
+        found.append((self.name, out[-1].binary))
+        return out
+
+    monkeypatch.setattr(triton_lib.TritonFunction, "_compile_kernel", record)
+    wide = S((1, 8192, 12288), BF16), S((4, 12288), F32), None, S((1, 8192), jnp.int32)
+    launches(jax.grad(conv_loss, argnums=(0, 1)), *wide)
+    launches(jax.grad(norm_loss, argnums=(0, 1, 2)), S((1, 8192, 96, 128), BF16), S((1, 8192, 96, 128), BF16), S((128,), BF16))
+    wide = [S((2, 16, 128), BF16)] * 4 + [S((2, 16), BF16), None, None, S((2, 16, 128, 128), F32)]
+    launches(lambda *a: triton_decode.kda_decode_triton(*a), *wide)
+    assert len(found) == 5
+    for name, ptx in found:
+        (tmp_path / "kernel.ptx").write_text(ptx)
+        command = [get_ptxas(90).path, "-v", "-arch=sm_90a", str(tmp_path / "kernel.ptx"), "-o", str(tmp_path / "kernel.cubin")]
+        text = subprocess.run(command, check=True, capture_output=True, text=True).stderr
+        assert sum(int(x) for x in re.findall(r"(\d+) bytes spill", text)) == 0, (name, text)

@@ -1,0 +1,152 @@
+"""Each GPU kernel of KDA alone, on the card, against its stage in float64 (kda_stages.py), fed with what float64 gives before it.
+
+Run on a Hopper GPU: python -m pytest -m gpu tests/kernels/test_triton_stages_gpu.py
+"""
+
+import pathlib
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+pytestmark = pytest.mark.gpu
+pytest.importorskip("triton", reason="triton is not installed")
+sys.path.insert(0, str(pathlib.Path(__file__).parent))
+
+import kda_stages as stages  # noqa: E402
+
+from moejax.kernels.kda import triton_grads, triton_prep, triton_walk  # noqa: E402
+
+BOUND, B, H, HV = -5.0, 2, 1, 2
+REGIMES = ("production", "slow", "saturated", "mixed")
+
+
+def bf16(x):
+    return jnp.asarray(x, jnp.bfloat16)
+
+
+def error(found, wanted):
+    found, wanted = np.asarray(found, np.float64), np.asarray(wanted, np.float64)
+    return float(np.linalg.norm(found - wanted) / np.linalg.norm(wanted)) if np.linalg.norm(wanted) else float(np.abs(found).max())
+
+
+def make(regime, T, K, V, packed):
+    rng = np.random.default_rng(T * K + REGIMES.index(regime))
+    raw = rng.standard_normal((B, T, HV, K))
+    raw = {"production": raw, "slow": raw * 0.3 - 7, "saturated": raw + 12, "mixed": np.where(np.arange(K) == 3, -9, raw + 2)}[regime]
+    x = dict(
+        q=rng.standard_normal((B, T, H, K)), k=rng.standard_normal((B, T, H, K)), g=raw, beta=rng.standard_normal((B, T, HV)),
+        v=rng.standard_normal((B, T, HV, V)), d_o=rng.standard_normal((B, T, HV, V)),
+    )  # fmt: skip
+    x = {name: bf16(value) for name, value in x.items()}
+    x |= {name: jnp.asarray(rng.standard_normal((B, HV, K, V)), jnp.float32) for name in ("state", "d_state")}
+    x["A_log"] = jnp.asarray(rng.uniform(-0.5, 0.5, HV), jnp.float32)
+    x["dt_bias"] = jnp.asarray(0.3 * rng.standard_normal((HV, K)), jnp.float32)
+    x["ids"] = jnp.asarray(np.sort(rng.integers(1, 6, (B, T)), axis=1), jnp.int32) if packed else None
+    return x
+
+
+def reference(x, T, K):
+    """Every stage in float64."""
+    f = lambda name: np.asarray(x[name].astype(jnp.float32), np.float64)
+    q, k, g, beta = stages.gated(f("q"), f("k"), f("g"), f("beta"), f("A_log"), f("dt_bias"), BOUND)
+    ids = None if x["ids"] is None else np.asarray(x["ids"])
+    op = stages.operands(q, k, g, beta, ids)
+    p = stages.prep(op, K**-0.5)
+    o, final, states, v_new = stages.forward(p, f("v"), f("state"))
+    d_initial, d_states, d_v_new = stages.reverse(p, f("d_o"), f("d_state"))
+    dq, dk, dv, dg, dbeta = stages.grads(op, p.t, f("d_o"), states, v_new, d_states, d_v_new, K**-0.5, T)
+    # through the front: norm, gate, sigmoid
+    norm = lambda name: 1 / np.sqrt((f(name) ** 2).sum(-1, keepdims=True) + 1e-6)
+    hat = lambda z: np.repeat(z, HV // H, axis=2)
+    unit = lambda d, name: hat(norm(name)) * (d - hat(f(name) * norm(name)) * (d * hat(f(name) * norm(name))).sum(-1, keepdims=True))
+    rate = np.exp(f("A_log"))[:, None]
+    arg = rate * (f("g") + f("dt_bias"))
+    slope = dg * BOUND * stages.sigmoid(arg) * stages.sigmoid(-arg)
+    d_raw = slope * rate
+    grads = dict(
+        dq=unit(dq, "q"), dk=unit(dk, "k"), dv=dv, dg=d_raw, dbeta=dbeta * beta * (1 - beta),
+        dA=(slope * arg).sum((0, 1, 3)), dbias=d_raw.sum((0, 1)),
+    )  # fmt: skip
+    return p, dict(o=o, final=final, states=states, v_new=v_new), dict(d_initial=d_initial, d_states=d_states, d_v_new=d_v_new), grads
+
+
+def bounds(chunks):
+    return jnp.broadcast_to(jnp.asarray([[0, chunks]], jnp.int32), (B, 1, 2))
+
+
+def check(found: dict, wanted, limit):
+    errors = {name: error(value, getattr(wanted, name) if not isinstance(wanted, dict) else wanted[name]) for name, value in found.items()}
+    print({name: f"{value:.1e}" for name, value in errors.items()})
+    bad = {name: value for name, value in errors.items() if not value <= limit}
+    assert not bad, bad
+
+
+CASES = [("production", 130, 64, 64, False), ("slow", 130, 128, 128, True), ("saturated", 65, 128, 128, False), ("mixed", 200, 128, 64, True)]
+
+
+@pytest.fixture(scope="module", params=CASES, ids=lambda c: "-".join(map(str, c)))
+def case(request):
+    regime, T, K, V, packed = request.param
+    x = make(regime, T, K, V, packed)
+    return x, T, K, -(-T // 32), reference(x, T, K)
+
+
+def rounded(p):
+    cast = lambda name, value: jnp.asarray(value, jnp.float32) if name == "decay" else bf16(value)
+    return triton_prep.Prepared(**{name: cast(name, value) for name, value in p._asdict().items()})
+
+
+def test_prep(case):
+    x, T, K, n, (p, *_) = case
+    args = [x[name] for name in ("q", "k", "g", "beta", "A_log", "dt_bias", "ids")]
+    for variant in getattr(triton_prep, "VARIANTS", (None,)):
+        options = {} if variant is None else {"variant": variant}
+        run = jax.jit(lambda *a: triton_prep.prep(*a, first=0, chunks=n, scale=K**-0.5, lower_bound=BOUND, fused=True, **options))  # noqa: B023
+        found = run(*args)
+        check(found._asdict(), p, 6e-3)
+        again = run(*args)
+        assert all(np.array_equal(np.asarray(a), np.asarray(b)) for a, b in zip(found, again, strict=True))
+
+
+def test_walk_forward(case):
+    x, T, K, n, (p, forward, *_) = case
+    run = jax.jit(lambda p, v, s, b, keep, o: triton_walk.walk_forward(p, v, s, b, first=0, keep=keep, write_o=o), static_argnums=(4, 5))
+    for keep, write_o in ((False, True), (True, True), (True, False), (False, False)):
+        names = ("o", "final", "states", "v_new")
+        found = run(rounded(p), x["v"], x["state"][:, None], bounds(n), keep, write_o)
+        found = {name: value for name, value in zip(names, found, strict=True) if value is not None}
+        assert ("o" in found) == write_o and ("states" in found) == keep
+        found["final"] = found["final"][:, 0]
+        check(found, forward, 6e-3)
+
+
+def test_walk_reverse(case):
+    x, T, K, n, (p, _, reverse, _) = case
+    run = jax.jit(lambda p, d, s, b: triton_walk.walk_reverse(p, d, s, b, first=0))
+    d_initial, d_states, d_v_new = run(rounded(p), x["d_o"], x["d_state"][:, None], bounds(n))
+    check(dict(d_initial=d_initial[:, 0], d_states=d_states, d_v_new=d_v_new), reverse, 6e-3)
+
+
+def test_walk_summary(case):
+    x, T, K, n, (p, forward, *_) = case
+    add, matrix = jax.jit(lambda p, v, b: triton_walk.walk_summary(p, v, b, first=0))(rounded(p), x["v"], bounds(n))
+    state = np.asarray(x["state"], np.float64)
+    final = np.asarray(matrix[:, 0], np.float64) @ state + np.asarray(add[:, 0], np.float64)
+    check(dict(final=final), forward, 6e-3)
+
+
+def test_grads(case):
+    x, T, K, n, (p, forward, reverse, wanted) = case
+    args = [x[name] for name in ("q", "k", "g", "beta", "A_log", "dt_bias", "ids")]
+    args += [bf16(p.t), x["d_o"], bf16(forward["states"]), bf16(forward["v_new"]), bf16(reverse["d_states"]), bf16(reverse["d_v_new"])]
+    for variant in getattr(triton_grads, "VARIANTS", (None,)):
+        options = {} if variant is None else {"variant": variant}
+        run = jax.jit(lambda *a: triton_grads.grads(*a, first=0, scale=K**-0.5, lower_bound=BOUND, fused=True, **options))  # noqa: B023
+        dq, dk, dv, dg, dbeta, dA, dbias = run(*args)
+        found = dict(dq=dq, dk=dk, dv=dv, dg=dg, dbeta=dbeta, dA=dA.sum((0, 2)), dbias=dbias.sum((0, 2)))
+        check(found, wanted, 1e-2)
+        again = run(*args)
+        assert all(np.array_equal(np.asarray(a), np.asarray(b)) for a, b in zip((dq, dk, dv, dg, dbeta, dA, dbias), again, strict=True))

@@ -1,0 +1,220 @@
+"""The walks over the chunks (kernels/kda/triton_walk.py): the kernels' own source, run on NumPy, against the stages in float64."""
+
+import os
+import sys
+
+import numpy as np
+import pytest
+
+pytest.importorskip("triton", reason="the kernels are Triton's Gluon; their source cannot be read without it")
+
+sys.path.insert(0, os.path.dirname(__file__))
+import gluon_numpy as gn
+import kda_stages as stages
+
+from moejax.kernels.kda import triton_launch, triton_walk
+
+bf16, C = gn.bf16, stages.C
+gn.register_asm("cvt.rn.bf16x2.f32 $0, $2, $1;", lambda x: x)  # the result is rounded to bfloat16 by its type
+REGIMES = ("production", "near zero", "saturated", "one slow channel")
+
+
+def descriptor(array, block_shape, layout=None):
+    return gn.Descriptor(np.ascontiguousarray(array), block_shape, layout)
+
+
+class Launch:
+    """triton_launch.call on the emulator: outputs poisoned, every launch with late TMA copies and products, as on the GPU."""
+
+    def __init__(self, **options):
+        self.options = dict(delay=True, fence=True, race=True, finite=True) | options
+
+    def __call__(self, kernel, *operands, out_type, grid, num_warps, aliases=None, maxnreg=None, num_stages=None, name=None, **arguments):
+        taken = {output: operand for operand, output in (aliases or {}).items()}
+        many = isinstance(out_type, tuple)
+        outputs = [np.full(x.shape, np.nan, x.dtype) for x in (out_type if many else (out_type,))]
+        for output, operand in taken.items():
+            outputs[output] = arguments[operand] = np.array(arguments[operand])
+        free = [x for i, x in enumerate(outputs) if i not in taken]
+        names = [x for x in kernel.arg_names if x not in arguments]
+        arguments |= dict(zip(names[len(operands) :], free, strict=True))
+        operands = [np.ascontiguousarray(x) if isinstance(x, np.ndarray) else x for x in operands]
+        gn.run(kernel, grid, *operands, num_warps=num_warps, **self.options, **arguments)
+        return tuple(outputs) if many else outputs[0]
+
+
+@pytest.fixture(autouse=True)
+def launch(monkeypatch):
+    monkeypatch.setattr(triton_launch, "descriptor", descriptor)
+    monkeypatch.setattr(triton_launch, "call", Launch())
+
+
+class Case:
+    """Inputs of a walk: Prepared as the prep kernel leaves it (bfloat16), for float64 the same numbers."""
+
+    def __init__(self, t, k, v, *, b=1, hv=1, regime="production", documents=False, rows=None, seed=0):
+        rng = np.random.default_rng(seed)
+        n = -(-t // C)
+        unit = lambda x: x / np.linalg.norm(x, axis=-1, keepdims=True)
+        g = {
+            "production": -np.exp(rng.normal(0.8, 0.6, (b, t, hv, k))),
+            "near zero": -1e-3 * rng.random((b, t, hv, k)),
+            "saturated": np.full((b, t, hv, k), -5.0),
+            "one slow channel": np.where(np.arange(k) == 3, -1e-4, -np.exp(rng.normal(0.8, 0.6, (b, t, hv, k)))),
+        }[regime]
+        ids = None
+        if documents:
+            ids = np.cumsum(rng.random((b, t)) < 0.05, axis=1)
+            ids[:, C:] += 1  # one boundary at a chunk's start
+        x = stages.operands(
+            unit(rng.normal(size=(b, t, hv, k))), unit(rng.normal(size=(b, t, hv, k))), np.maximum(g, -5), rng.random((b, t, hv)), ids
+        )
+        exact = stages.prep(x, k**-0.5)
+        self.p = stages.Prepared(
+            *[np.asarray(y, np.float32 if name == "decay" else bf16) for name, y in zip(exact._fields, exact, strict=True)]
+        )
+        self.exact = stages.Prepared(*[np.asarray(y, np.float64) for y in self.p])
+        self.v = rng.normal(size=(b, t, hv, v)).astype(bf16)
+        self.d_o = rng.normal(size=(b, t, hv, v)).astype(bf16)
+        self.state = rng.normal(size=(b, 1, hv, k, v)).astype(np.float32)
+        self.bounds = np.tile(np.array([0, n], np.int32), (b, 1, 1))
+        self.n = n
+
+
+def close(got, want, limit, what):
+    got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
+    assert got.shape == want.shape, what
+    assert np.isfinite(got).all(), f"{what}: not written or not finite"
+    error = np.linalg.norm(got - want) / max(np.linalg.norm(want), 1e-30)
+    assert error < limit, f"{what}: {error:.1e}"
+
+
+def forward(case, **kw):
+    return triton_walk.walk_forward(case.p, case.v, case.state, case.bounds, first=0, **kw)
+
+
+def reverse(case):
+    return triton_walk.walk_reverse(case.p, case.d_o, case.state, case.bounds, first=0)
+
+
+def everything(case):
+    return *forward(case, keep=True), *reverse(case), *triton_walk.walk_summary(case.p, case.v, case.bounds, first=0)
+
+
+def same_bits(one, two):
+    for a, b in zip(one, two, strict=True):
+        np.testing.assert_array_equal(a.astype(np.float32), b.astype(np.float32))
+
+
+def check(case):
+    o, final, states, v_new = stages.forward(case.exact, case.v.astype(np.float64), case.state[:, 0])
+    got_o, got_final, got_states, got_new = forward(case)
+    assert got_states is None and got_new is None
+    close(got_o, o, 5e-3, "o")
+    close(got_final[:, 0], final, 5e-3, "final")
+    none, kept_final, got_states, got_new = forward(case, keep=True, write_o=False)
+    assert none is None and np.array_equal(kept_final, got_final)
+    close(got_states, states, 5e-3, "states")
+    close(got_new, v_new, 5e-3, "v_new")
+    d_initial, d_states, d_v_new = stages.reverse(case.exact, case.d_o.astype(np.float64), case.state[:, 0])
+    got_initial, got_d_states, got_d_new = reverse(case)
+    close(got_initial[:, 0], d_initial, 5e-3, "d_initial")
+    close(got_d_states, d_states, 5e-3, "d_states")
+    close(got_d_new, d_v_new, 5e-3, "d_v_new")
+
+
+@pytest.mark.parametrize("regime", REGIMES)
+def test_stages(regime):
+    check(Case(130, 64, 64, hv=2, regime=regime))
+
+
+@pytest.mark.parametrize("t", [1, 15, 16, 17, 33, 63, 65])
+def test_lengths(t):
+    check(Case(t, 64, 64, seed=t))
+
+
+@pytest.mark.parametrize("k, v", [(128, 128), (64, 128), (128, 64), (256, 64), (64, 256)])
+def test_sizes(k, v):
+    check(Case(70, k, v, b=2))
+
+
+def test_documents():
+    check(Case(130, 64, 64, b=2, documents=True))
+
+
+@pytest.mark.parametrize("k, v", [(64, 128), (128, 128), (64, 64)])
+def test_two_groups(monkeypatch, k, v):
+    """128 columns a program change no bit."""
+    case = Case(130, k, v, hv=2)
+    one = everything(case)
+    monkeypatch.setattr(triton_walk, "MULTIPROCESSORS", 1)
+    assert triton_walk._shape(1, (128,), 64, tiles=3, squares=2, keeps=True)["GROUPS"] == 2
+    same_bits(one, everything(case))
+    check(case)
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_loads_by_pointers(monkeypatch, groups):
+    """TMA or cp.async: the same bits."""
+    case = Case(130, 64, 128, b=2, hv=2)
+    one = everything(case)
+    monkeypatch.setattr(triton_walk, "TMA", False)
+    monkeypatch.setattr(triton_walk, "MULTIPROCESSORS", 1 if groups == 2 else 132)
+    same_bits(one, everything(case))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_order_of_events(monkeypatch, seed):
+    """Whatever the order in which copies, products and warps take effect: the same bits (more chunks than slots of the ring)."""
+    case = Case(270, 64, 128, seed=1)
+    monkeypatch.setattr(triton_walk, "MULTIPROCESSORS", 1 if seed % 2 else 132)
+    results = []
+    for options in (dict(delay=False), dict(seed=seed)):
+        monkeypatch.setattr(triton_launch, "call", Launch(**options))
+        results.append(everything(case))
+    same_bits(*results)
+
+
+def test_several_walks_windows_and_summaries():
+    """Segments of a row from their own states, a window of the row, an empty walk, and state_out = matrix @ state + add."""
+    case = Case(200, 64, 64, b=2, hv=2)
+    o, final, states, v_new = stages.forward(case.exact, case.v.astype(np.float64), case.state[:, 0])
+    # the window of chunks 2..6, three walks: 2..4, 4..4 (empty), 4..7
+    window = stages.Prepared(*[x[:, :, 2:] for x in case.p])
+    bounds = np.tile(np.array([[2, 4], [4, 4], [4, 7]], np.int32), (2, 1, 1))
+    t = lambda x: np.swapaxes(x, -1, -2)
+    start = np.stack([t(states[:, :, 2]), np.full_like(t(states[:, :, 2]), 7.0), t(states[:, :, 4])], axis=1).astype(np.float32)
+    earlier = np.full(case.v.shape, 3.0, bf16)
+    got_o, got_final, got_states, got_new = triton_walk.walk_forward(window, case.v, start, bounds, first=2, out=earlier, keep=True)
+    close(got_o[:, 64:], o[:, 64:], 5e-3, "o")
+    assert (got_o[:, :64] == 3).all()  # the rows of the earlier window stay
+    close(got_final[:, 0], t(states[:, :, 4]), 5e-3, "final of a segment")
+    assert (got_final[:, 1] == 7).all()  # an empty walk
+    close(got_final[:, 2], final, 5e-3, "final")
+    close(got_states, states[:, :, 2:], 5e-3, "states")
+    close(got_new, v_new[:, :, 2:], 5e-3, "v_new")
+    add, matrix = triton_walk.walk_summary(window, case.v, bounds, first=2)
+    out = matrix.astype(np.float64) @ start + add
+    close(out[:, 0], t(states[:, :, 4]), 5e-3, "summary")
+    close(out[:, 1], start[:, 1], 1e-12, "summary of an empty walk")
+    close(out[:, 2], final, 5e-3, "summary")
+    _, d_states, d_v_new = stages.reverse(case.exact, case.d_o.astype(np.float64), case.state[:, 0])
+    end = np.stack([t(d_states[:, :, 3]), np.full_like(start[:, 0], 7.0), case.state[:, 0]], axis=1).astype(np.float32)
+    got_initial, got_d_states, got_d_new = triton_walk.walk_reverse(window, case.d_o, end, bounds, first=2)
+    close(got_initial[:, 0], t(d_states[:, :, 1]), 5e-3, "d_initial of a segment")
+    assert (got_initial[:, 1] == 7).all()
+    close(got_initial[:, 2], t(d_states[:, :, 3]), 5e-3, "d_initial of a segment")
+    close(got_d_states, d_states[:, :, 2:], 5e-3, "d_states")
+    close(got_d_new, d_v_new[:, :, 2:], 5e-3, "d_v_new")
+
+
+def test_a_prefix_has_the_bits_of_its_own_run():
+    whole, t = Case(130, 64, 64), 77
+    prefix = Case(t, 64, 64)
+    prefix.p = stages.Prepared(*[x[:, :, :3].copy() for x in whole.p])
+    for x in ("neg_w", "q_in", "t", "p"):  # what belongs to tokens after the prefix
+        getattr(prefix.p, x)[:, :, 2, t - 64 :] = 5
+    prefix.p.p[:, :, 2] = np.tril(prefix.p.p[:, :, 2])
+    prefix.p.k_out[:, :, 2, t - 64 :] = 5
+    prefix.v, prefix.state, prefix.bounds = whole.v[:, :t], whole.state, np.array([[[0, 3]]], np.int32)
+    np.testing.assert_array_equal(forward(prefix)[0], forward(whole)[0][:, :t])
