@@ -79,7 +79,7 @@ def _choose(implementation: str | None, q, k, v, g, beta, initial_state, lower_b
     """Which to run: "reference", "xla", "triton", or "lowered", which is triton when lowered for cuda and xla otherwise."""
     wide = [x.dtype for x in (g, beta, initial_state) if x is not None and x.dtype == jnp.float64]
     dtype = jnp.result_type(q.dtype, k.dtype, v.dtype, *wide)
-    options = dict(dtype=dtype, lower_bound=lower_bound, key_dim=q.shape[3], value_dim=v.shape[3])
+    options: Any = dict(dtype=dtype, lower_bound=lower_bound, key_dim=q.shape[3], value_dim=v.shape[3])
     if implementation is not None:
         return kda_implementation(implementation=implementation, **options)
     if kernels_refuse(**options):
@@ -167,12 +167,12 @@ def kda(
     else:
 
         def chunked(q, k, v, g, beta, initial_state, documents):
-            options = dict(scale=scale, lower_bound=lower_bound, initial_state=initial_state, documents=documents)
+            options: Any = dict(scale=scale, lower_bound=lower_bound, initial_state=initial_state, documents=documents)
             o, final = kda_chunked(q, k, v, g, beta, **options)
             return o.astype(v.dtype), final
 
         def kernels(q, k, v, g, beta, initial_state, documents):
-            options = dict(scale=scale, lower_bound=lower_bound, initial_state=initial_state, documents=documents)
+            options: Any = dict(scale=scale, lower_bound=lower_bound, initial_state=initial_state, documents=documents)
             return kda_triton(q, k, v, g, beta, fused=False, **options)
 
         o, final = _run(name, kernels, chunked, (q, k, v, g, beta, initial_state, documents))
@@ -213,7 +213,7 @@ def gated_kda(
     initial_state = _start(initial_state, num_segments, q, k, v, raw_gate, beta_logits)
 
     def unfused(q, k, v, raw_gate, beta_logits, A_log, dt_bias, initial_state, segment_ids):
-        options = dict(lower_bound=lower_bound, segment_ids=segment_ids, num_segments=num_segments)
+        options: Any = dict(lower_bound=lower_bound, segment_ids=segment_ids, num_segments=num_segments)
         operands = gated_operands(q, k, v, raw_gate, beta_logits, A_log, dt_bias, **options)
         options |= dict(scale=scale, initial_state=initial_state, output_final_state=True)
         return kda(*operands, implementation="reference" if name == "reference" else "xla", **options)

@@ -49,7 +49,8 @@ def kda_gate(raw, A_log, dt_bias, *, lower_bound: float | None = -5.0):
     Other shapes raise ValueError: nothing is broadcast, because [HV] and [HV,K] are different gates. Value and gradient are
     finite for |raw| up to at least 1e4; a saturated entry has gradient exactly 0.
     """
-    raw, A_log, dt_bias = (None if x is None else jnp.asarray(x) for x in (raw, A_log, dt_bias))
+    raw = jnp.asarray(raw)
+    A_log, dt_bias = (None if x is None else jnp.asarray(x) for x in (A_log, dt_bias))
     check_gate(raw, A_log, dt_bias, lower_bound)
     dtype = accumulation_dtype(raw, A_log, dt_bias)
     x = raw.astype(dtype)

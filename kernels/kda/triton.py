@@ -128,21 +128,21 @@ def kda_triton(
     q, k, g, dt_bias = (_widen(x, wide_k) for x in (q, k, g, dt_bias))
     v, initial = _widen(v, wide_v), _widen(_widen(initial_state, wide_k, axis=-2), wide_v)
     arrays = (q, k, v, g, beta, A_log, dt_bias, initial)
-    core = cast(Any, _core)
+    core, move = cast(Any, _core), cast(Any, _move)
     if not per_document:
         o, final = core(plan, *arrays, documents, None)
     else:
         chunks = aligned_chunks(tokens, initial.shape[1], chunk=CHUNK)
         layout = aligned_layout(documents, initial.shape[1], chunks, chunk=CHUNK)
         there, back = (layout.source, layout.used), (layout.place, None)
-        q, k, v, beta = (_move(0.0, x, there, back) for x in (q, k, v, beta))
-        g = _move(CLOSED if fused else 0.0, g, there, back)
+        q, k, v, beta = (move(0.0, x, there, back) for x in (q, k, v, beta))
+        g = move(CLOSED if fused else 0.0, g, there, back)
         o, final = core(plan, q, k, v, g, beta, A_log, dt_bias, initial, None, layout.bounds)
-        o = _move(0.0, o, back, there)
+        o = move(0.0, o, back, there)
     return o[..., :V], final[..., :K, :V]
 
 
-def _widen(x, size, axis=-1):
+def _widen(x, size, axis=-1) -> Any:
     if x is None or x.shape[axis] == size:
         return x
     widths = [(0, 0)] * x.ndim

@@ -25,6 +25,7 @@ import jax
 from ..varying import match_varying
 
 JAX_TRITON, TRITON = (0, 4, 1), (3, 7, 1)
+UNTRIED = (3, 8, 0)  # Triton from here on: the kernels were checked on a card with 3.7.1 alone, and compilers have broken such kernels
 # Triton from 3.4.0 up to 3.7.1 gives wrong gradients for KDA kernels on Hopper (flash-linear-attention issues 640 and 983).
 MISCOMPILES = (((3, 4, 0), (3, 7, 1)),)
 HOPPER = 90  # wgmma exists on this compute capability alone
@@ -46,6 +47,8 @@ def _software() -> str | None:
     for low, high in MISCOMPILES:
         if found is not None and low <= found < high:
             return f"triton {_dots(found)} is known to miscompile these kernels on Hopper; install triton>={_dots(high)}"
+    if found is not None and found >= UNTRIED:
+        return f"triton {_dots(found)} was never checked with these kernels on a GPU; install triton>={_dots(TRITON)},<{_dots(UNTRIED)}"
     for package, wanted in (("jax-triton", JAX_TRITON), ("triton", TRITON)):
         found = _version(package)
         if found is None or found < wanted:
@@ -97,7 +100,10 @@ def _jax_triton() -> Any:
 
 
 def _correct(library: Any) -> None:
-    check, compile_kernel = library.CompilationResult.__post_init__, library.TritonFunction._compile_kernel
+    check = getattr(library.CompilationResult, "__post_init__", None)
+    compile_kernel = getattr(library.TritonFunction, "_compile_kernel", None)
+    if check is None or compile_kernel is None:
+        return  # a version that is made otherwise
 
     def with_default_keys(result):
         for meta in result.tensordesc_meta or ():
@@ -173,6 +179,11 @@ def call(
     positional = list(parameters.param_names)[: len(operands)]
     given = [x for x in names if x in positional or x in arguments]
     positions = {given.index(key) if isinstance(key, str) else key: output for key, output in (aliases or {}).items()}
+    # XLA hands the kernel all operands, then all outputs, and the aliased ones have no parameter of their own. They must be the last:
+    # in front, they would shift every other output by one buffer (seen on an H200: a state written over the first tokens of o).
+    leaves, form = jax.tree.flatten(out_type)
+    order = sorted(range(len(leaves)), key=lambda i: i in positions.values())
+    positions = {operand: order.index(output) for operand, output in positions.items()}
     options = {} if maxnreg is None else {"maxnreg": maxnreg}
     with warnings.catch_warnings():
         # jax-triton would rather have refs than aliases. A ref is an effect, which custom_vjp and remat do not take.
@@ -180,7 +191,7 @@ def call(
         outputs = library.triton_call(
             *operands,
             kernel=kernel,
-            out_type=out_type,
+            out_type=tuple(leaves[i] for i in order),
             grid=grid,
             name=name or parameters.name,
             num_warps=num_warps,
@@ -191,4 +202,5 @@ def call(
             **arguments,
         )
     arrays = [x for x in jax.tree.leaves((operands, arguments)) if isinstance(x, jax.Array)]
-    return jax.tree.map(lambda x: match_varying(x, *arrays), outputs)
+    outputs = [match_varying(outputs[order.index(i)], *arrays) for i in range(len(leaves))]
+    return jax.tree.unflatten(form, outputs)

@@ -170,31 +170,65 @@ def _factors(
 
 
 @gluon.jit
-def _inverse_rows(lower):
-    """lower [4,16,16] shared, its blocks 2 and 3 strictly lower triangular L -> (I+L)^-1 [2,16,16] of both, in float32.
-
-    A lane holds one row x of the inverse: x (I+L) = e gives it from its last column to its first. x[j] takes 15-j products, one behind
-    the other; no row reads another one."""
-    layout: gl.constexpr = gl.BlockedLayout([1, 1, 16], [2, 16, 1], [4, 1, 1], [2, 1, 0])
-    row = gl.arange(0, TILE, gl.SliceLayout(0, gl.SliceLayout(2, layout)))[None, :, None]
-    column = gl.arange(0, TILE, gl.SliceLayout(0, gl.SliceLayout(1, layout)))[None, None, :]
-    x = gl.where(row == column, 1.0, 0.0) + gl.zeros([2, TILE, TILE], gl.float32, layout)
-    blocks = lower.slice(2, 2)
-    for n in gl.static_range(TILE - 1):
-        line = blocks.slice(TILE - 1 - n, 1, 1).load(layout)  # [2,1,16]
-        # One column of x: a sum of integers with zeros, which the compiler removes (a sum of floats it could not).
-        bits = gl.sum(gl.where(column == TILE - 1 - n, x.to(gl.int32, bitcast=True), 0), axis=2)
-        at = bits.to(gl.float32, bitcast=True)[:, :, None]
-        x = gl.where(column < TILE - 1 - n, x - at * line, x)
-    return x
+def _parts(x):
+    """float32 x as two bfloat16, 16 bits of it."""
+    high = x.to(gl.bfloat16)
+    return high, (x - _wide(high)).to(gl.bfloat16)
 
 
 @gluon.jit
-def _product(a, b, layout: gl.constexpr):
-    """[16,16] @ [16,16] of shared float32, two results a thread."""
-    left = a.load(gl.SliceLayout(2, layout))
-    right = b.load(gl.SliceLayout(0, layout))
-    return gl.sum(left[:, :, None] * right[None, :, :], axis=1)
+def _put(x):
+    """[4,16,16] float32 into shared memory: its two parts behind each other, right operands of `_times`."""
+    parts = gl.allocate_shared_memory(gl.bfloat16, [8, TILE, TILE], gl.SwizzledSharedLayout(8, 4, 2, [2, 1, 0]))
+    high, low = _parts(x)
+    parts.slice(0, 4).store(high)
+    parts.slice(4, 4).store(low)
+    return parts
+
+
+@gluon.jit
+def _times(x, high, low, start):
+    """start + x (high + low), right but for 2^-16 of each product; x becomes a left operand where it is."""
+    left: gl.constexpr = gl.DotOperandLayout(0, x.type.layout, 2)
+    right: gl.constexpr = gl.DotOperandLayout(1, x.type.layout, 2)
+    x_high, x_low = _parts(x)
+    x_high = gl.convert_layout(x_high, left, assert_trivial=True)
+    high = high.load(right)
+    start = mma_v2(gl.convert_layout(x_low, left, assert_trivial=True), high, start)
+    return mma_v2(x_high, high, mma_v2(x_high, low.load(right), start))
+
+
+@gluon.jit
+def _times_each(x, parts, start):
+    """Each of the 4 tiles of x, in a warp of its own, by its own tile of `_put`."""
+    return _times(x, parts.slice(0, 4), parts.slice(4, 4), start)
+
+
+@gluon.jit
+def _inverse(lower):
+    """lower [4,16,16], strictly lower triangular L -> (I+L)^-1 of each, in registers and in shared memory.
+
+    Substitution on tensor cores: x <- e - x L reads, for a column of x, later columns alone, so each turn makes one more of them right
+    (where keys look alike a power series would lose all digits). Blocks of 4 columns first, D; with N, the rest of L, x <- D - x (N D)
+    then makes 4 more columns right each turn."""
+    layout: gl.constexpr = lower.type.layout
+    r = gl.arange(0, TILE, gl.SliceLayout(0, gl.SliceLayout(2, layout)))[None, :, None]
+    c = gl.arange(0, TILE, gl.SliceLayout(0, gl.SliceLayout(1, layout)))[None, None, :]
+    block = (c >> 2) == (r >> 2)
+    minus = gl.where(block, -lower, 0.0)
+    factor = _put(minus)
+    x = _times_each(minus, factor, minus)
+    block_inverse = gl.where(c == r, 1.0, _times_each(x, factor, minus))
+    inverses = _put(block_inverse)
+    factor._keep_alive()  # a buffer in the place of one that is still read would cost a barrier
+    step = _put(_times_each(gl.where(block, 0.0, -lower), inverses, gl.zeros([4, TILE, TILE], gl.float32, layout)))
+    inverses._keep_alive()
+    x = _times_each(block_inverse, step, block_inverse)
+    x = _times_each(x, step, block_inverse)
+    x = _times_each(x, step, block_inverse)
+    put = _put(x)
+    step._keep_alive()
+    return x, put
 
 
 @gluon.jit
@@ -279,10 +313,9 @@ def prep_kernel(
     RIGHT: gl.constexpr = gl.DotOperandLayout(1, WIDE, 2)
     ONE: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [1, 4], [1, 0])
     SQUARE: gl.constexpr = gl.BlockedLayout([1, 8], [8, 4], [4, 1], [1, 0])
-    MERGE: gl.constexpr = gl.BlockedLayout([1, 16, 2], [4, 1, 8], [4, 1, 1], [2, 1, 0])
-    BLOCK: gl.constexpr = gl.SliceLayout(1, MERGE)
+    PAIRS: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [4, 1], [16, 8])
+    TILES: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [4, 1, 1], [1, 16, 8])
     OPERAND: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
-    PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
 
     head = gl.program_id(0)
     chunk = gl.program_id(1)
@@ -385,44 +418,36 @@ def prep_kernel(
         far = gl.where(second, far, 0.0)
     near = gl.where(lower, near, 0.0)
 
-    blocks = gl.allocate_shared_memory(gl.float32, [4, TILE, TILE], gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0]))
-    blocks.store(gl.reshape(near, [4, TILE, TILE]))
-    below = gl.allocate_shared_memory(gl.float32, [2 * C, TILE], PLAIN)
-    below.store(far)
-    pairs = gl.allocate_shared_memory(gl.bfloat16, [2 * C, C], gl.SwizzledSharedLayout(8, 2, 4, [1, 0]))
-    pairs.slice(0, TILE, 1).store(gl.where(second, far, near).to(gl.bfloat16))
-    pairs.slice(TILE, TILE, 1).store(gl.where(second, near, 0.0).to(gl.bfloat16))
-
-    x = _inverse_rows(blocks)
+    # T = [[X0, 0], [-X1 L10 X0, X1]] Diag(beta), X = (I+L)^-1 of each tile. The tiles of q go along, for nothing.
+    below = _put(gl.convert_layout(gl.reshape(-far, [4, TILE, TILE]), TILES, assert_trivial=True))
+    x, inverse = _inverse(gl.convert_layout(gl.reshape(near, [4, TILE, TILE]), TILES, assert_trivial=True))
+    corner = _times_each(x, below, gl.zeros([4, TILE, TILE], gl.float32, TILES))
+    x = gl.convert_layout(gl.reshape(x, [2 * C, TILE]), PAIRS, assert_trivial=True)
+    corner = gl.convert_layout(gl.reshape(corner, [2 * C, TILE]), PAIRS, assert_trivial=True)
+    flat = inverse.reshape([8 * TILE, TILE])
+    corner = _times(corner, flat.slice(C, TILE), flat.slice(3 * C, TILE), gl.zeros([2 * C, TILE], gl.float32, PAIRS))
+    near = gl.convert_layout(near, PAIRS, assert_trivial=True)
+    far = gl.convert_layout(far, PAIRS, assert_trivial=True)
+    beta0 = betas.slice(C, TILE).load(gl.SliceLayout(0, PAIRS))[None, :]
+    beta1 = betas.slice(C + TILE, TILE).load(gl.SliceLayout(0, PAIRS))[None, :]
+    r = gl.arange(0, 2 * C, gl.SliceLayout(1, PAIRS))[:, None]
+    second = (r & TILE) != 0
+    squares = gl.allocate_shared_memory(gl.bfloat16, [2 * C, C], gl.SwizzledSharedLayout(8, 2, 4, [1, 0]))  # P, under it T
+    half = gl.where(r < C, gl.where(second, far, near), gl.where(second, corner, x) * beta0)
+    squares.slice(0, TILE, 1).store(half.to(gl.bfloat16))
+    half = gl.where(second, gl.where(r < C, near, x * beta1), 0.0)
+    squares.slice(TILE, TILE, 1).store(half.to(gl.bfloat16))
     y = gl.arange(0, C, gl.SliceLayout(1, SQUARE))[:, None]
     z = gl.arange(0, C, gl.SliceLayout(0, SQUARE))[None, :]
     square = place * (C * C) + y * C + z
-    gl.store(p_out + square, pairs.slice(0, C).load(SQUARE))
+    gl.store(p_out + square, squares.slice(0, C).load(SQUARE))
+    gl.store(t_out + square, squares.slice(C, C).load(SQUARE))
 
-    # T = [[X0, 0], [-X1 L10 X0, X1]] Diag(beta)
-    diagonal = gl.allocate_shared_memory(gl.float32, [C, TILE], PLAIN)
-    diagonal.store(gl.reshape(x, [C, TILE]))
-    middle = gl.allocate_shared_memory(gl.float32, [TILE, TILE], PLAIN)
-    middle.store(_product(diagonal.slice(TILE, TILE), below.slice(C + TILE, TILE), MERGE))
-    corner = _product(middle, diagonal.slice(0, TILE), MERGE)
-    beta0 = betas.slice(C, TILE).load(gl.SliceLayout(0, BLOCK))[None, :]
-    beta1 = betas.slice(C + TILE, TILE).load(gl.SliceLayout(0, BLOCK))[None, :]
-    t = gl.allocate_shared_memory(gl.bfloat16, [C, C], PLAIN)
-    t.slice(0, TILE).slice(0, TILE, 1).store((diagonal.slice(0, TILE).load(BLOCK) * beta0).to(gl.bfloat16))
-    t.slice(0, TILE).slice(TILE, TILE, 1).store(gl.zeros([TILE, TILE], gl.bfloat16, BLOCK))
-    t.slice(TILE, TILE).slice(0, TILE, 1).store((-corner * beta0).to(gl.bfloat16))
-    t.slice(TILE, TILE).slice(TILE, TILE, 1).store((diagonal.slice(TILE, TILE).load(BLOCK) * beta1).to(gl.bfloat16))
-
-    gl.store(t_out + square, t.load(SQUARE))
     # Rows after a boundary read no state: K~ = 0 there, here as columns of T. K~ of tile 0 has been a row operand already.
-    t0 = t.slice(0, TILE, 1).load(LEFT)
-    t1 = t.slice(TILE, TILE, 1).load(LEFT)
-    # Until here each of these keeps a place of its own (there is room where operands were): one in another's place would cost a barrier.
-    blocks._keep_alive()
+    t0 = squares.slice(C, C).slice(0, TILE, 1).load(LEFT)
+    t1 = squares.slice(C, C).slice(TILE, TILE, 1).load(LEFT)
     below._keep_alive()
-    pairs._keep_alive()
-    diagonal._keep_alive()
-    middle._keep_alive()
+    inverse._keep_alive()
     # The minus of -T K~ is cheapest here.
     t0 = t0 * -1.0
     t1 = t1 * -1.0

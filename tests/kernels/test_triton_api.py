@@ -438,3 +438,14 @@ def test_import_needs_no_triton():
 def test_ids_are_filled():
     """What kda_triton gets: padding has the id of the document before it."""
     assert document_ids(jnp.asarray([[0, 1, 0, 2, 0]])).tolist() == [[1, 1, 1, 2, 2]]
+
+
+@pytest.mark.parametrize(
+    "triton_version, word", [((3, 6, 0), "miscompile"), ((3, 9, 0), "never checked"), (None, "not installed"), ((3, 7, 1), None)]
+)
+def test_versions(monkeypatch, triton_version, word):
+    """Only the versions that were checked on a card are used; the reason names what to install."""
+    monkeypatch.setattr(triton_launch, "_version", lambda package: triton_version if package == "triton" else (0, 4, 1))
+    monkeypatch.setattr(triton_launch.sys, "version_info", (3, 12, 0))
+    reason = triton_launch._software.__wrapped__()
+    assert (reason is None) if word is None else (word in reason and "3.7.1" in reason)

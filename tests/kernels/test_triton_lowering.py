@@ -90,6 +90,22 @@ def test_windows_and_packing():
     assert count == -(-8192 // window) * (FORWARD + BACKWARD)
 
 
+def test_buffers_taken_over_are_the_last_outputs():
+    """XLA passes outputs in order behind the operands, and an aliased one has no parameter: in front it would shift the others by one."""
+    arrays, gate, initial = operands(1, 2048, 96, 96, 128, 128)
+    assert triton.cut(1, 96, 128, 128, 16384)[0] < 16384
+    long = [jax.ShapeDtypeStruct((1, 16384, *x.shape[2:]), x.dtype) for x in arrays]
+    text = jax.jit(jax.grad(fused_loss, argnums=(0, 1, 2))).trace(long, gate, initial, None).lower(lowering_platforms=("cuda",)).as_text()
+    calls = [line for line in text.splitlines() if "@triton_kernel_call_ffi" in line]
+    taken = 0
+    for line in calls:
+        outputs = line[line.rindex("->") :].count("tensor<")
+        aliased = [int(x) for x in re.findall(r"output_tuple_indices = \[(\d+)\]", line)]
+        assert aliased == list(range(outputs - len(aliased), outputs)), line[-400:]
+        taken += len(aliased)
+    assert taken == 1 + 5  # o, and the five gradients of tokens
+
+
 def test_few_heads_in_segments():
     """Forward also the summaries and their folding, backward also the first reverse walk and its folding."""
     arrays, _, initial = operands(1, 16384, 4, 4, 128, 128, wide=BF16)
