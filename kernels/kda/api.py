@@ -4,27 +4,23 @@ Shapes: B batch, T tokens, H query/key heads, HV value heads (a multiple of H), 
 N documents of a row. "float32" means float32, or float64 when an input is float64.
 """
 
-import functools
-import warnings
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jax.core import Tracer
 
 from ..common import accumulation_dtype, check_segment_order, require_float, require_rank
 from ..varying import match_varying
-from . import triton_launch
+from .choice import choose, implementation_on, run
 from .gate import check_gate, check_lower_bound, kda_gate, l2_normalize
 from .reference import kda_reference
 from .segments import document_ids, drop_padding
 from .triton import CLOSED, SIZES, kda_triton
 from .xla import kda_chunked
 
-IMPLEMENTATIONS = ("reference", "xla", "triton", "tpu")
-PLATFORMS = ("cpu", "cuda", "gpu", "rocm", "tpu")
+NAMES: Any = dict(plain=("reference", "xla"), absent=("tpu",))
 
 
 def kda_implementation(
@@ -43,25 +39,7 @@ def kda_implementation(
     take the call (bfloat16, a lower bound, K, V <= 256, a Hopper GPU or none here, jax-triton installed), and "xla" everywhere else.
     Raises ValueError for an unknown name and NotImplementedError, with the reason, for one that cannot run there.
     """
-    platform = jax.default_backend() if platform is None else platform
-    if platform not in PLATFORMS:
-        raise ValueError(f"platform={platform!r}; known platforms: {', '.join(PLATFORMS)}.")
-    if implementation in ("reference", "xla"):
-        return implementation
-    reason = None if platform in ("cuda", "gpu") else f"its kernels run on NVIDIA GPUs, this is {platform!r}"
-    reason = reason or kernels_refuse(dtype, lower_bound, key_dim, value_dim) or triton_launch.available()
-    if implementation is None:
-        return "xla" if reason else "triton"
-    if implementation not in IMPLEMENTATIONS:
-        raise ValueError(f"implementation={implementation!r}; known: {', '.join(IMPLEMENTATIONS)}, or None to choose.")
-    if implementation == "tpu":
-        reason = "it is not part of this version"
-    if reason:
-        raise NotImplementedError(
-            f"implementation={implementation!r} of kda cannot run: {reason}; "
-            "use implementation='xla' (or None), which runs on every platform."
-        )
-    return implementation
+    return implementation_on(platform, "kda", implementation, kernels_refuse(dtype, lower_bound, key_dim, value_dim), **NAMES)
 
 
 def kernels_refuse(dtype, lower_bound: float | None, key_dim: int, value_dim: int) -> str | None:
@@ -79,32 +57,8 @@ def _choose(implementation: str | None, q, k, v, g, beta, initial_state, lower_b
     """Which to run: "reference", "xla", "triton", or "lowered", which is triton when lowered for cuda and xla otherwise."""
     wide = [x.dtype for x in (g, beta, initial_state) if x is not None and x.dtype == jnp.float64]
     dtype = jnp.result_type(q.dtype, k.dtype, v.dtype, *wide)
-    options: Any = dict(dtype=dtype, lower_bound=lower_bound, key_dim=q.shape[3], value_dim=v.shape[3])
-    if implementation is not None:
-        return kda_implementation(implementation=implementation, **options)
-    if kernels_refuse(**options):
-        return "xla"
-    if (reason := triton_launch.available()) is None:
-        return "lowered"
-    if jax.default_backend() == "gpu":
-        _warn_once(reason)
-    return "xla"
-
-
-@functools.cache
-def _warn_once(reason: str) -> None:
-    warnings.warn(f"kda runs as plain XLA, several times slower than its kernels: {reason}.", RuntimeWarning, stacklevel=5)
-
-
-def _run(name: str, kernels, chunked, operands):
-    """kernels(*operands) or chunked(*operands), by the platform that is lowered for when name is "lowered"."""
-    if name == "triton":
-        return kernels(*operands)
-    if name == "xla":
-        return chunked(*operands)
-    leaves = jax.tree.leaves(operands)
-    alike = lambda run: lambda *operands: jax.tree.map(lambda x: match_varying(x, *leaves), run(*operands))
-    return lax.platform_dependent(*operands, cuda=alike(kernels), default=alike(chunked))
+    refused = kernels_refuse(dtype, lower_bound, q.shape[3], v.shape[3])
+    return choose("kda", implementation, refused, loss="several times slower", **NAMES)
 
 
 def kda(
@@ -151,7 +105,7 @@ def kda(
     check_lower_bound(lower_bound)
     check_segments(segment_ids, num_segments, q.shape[:2])
     check_initial_state(initial_state, num_segments, v.shape, q.shape[3])
-    scale = _check_scale(scale, q.shape[3])
+    scale = check_scale(scale, q.shape[3])
     name = _choose(implementation, q, k, v, g, beta, initial_state, lower_bound)
 
     initial_state = _start(initial_state, num_segments, q, k, v, g, beta)
@@ -175,7 +129,7 @@ def kda(
             options: Any = dict(scale=scale, lower_bound=lower_bound, initial_state=initial_state, documents=documents)
             return kda_triton(q, k, v, g, beta, fused=False, **options)
 
-        o, final = _run(name, kernels, chunked, (q, k, v, g, beta, initial_state, documents))
+        o, final = run(name, kernels, chunked, (q, k, v, g, beta, initial_state, documents))
     return o.astype(v.dtype), (final if output_final_state else None)
 
 
@@ -208,7 +162,7 @@ def gated_kda(
     check_gate(raw_gate, A_log, dt_bias, lower_bound)
     check_segments(segment_ids, num_segments, q.shape[:2])
     check_initial_state(initial_state, num_segments, v.shape, q.shape[3])
-    scale = _check_scale(scale, q.shape[3])
+    scale = check_scale(scale, q.shape[3])
     name = _choose(implementation, q, k, v, raw_gate, beta_logits, initial_state, lower_bound)
     initial_state = _start(initial_state, num_segments, q, k, v, raw_gate, beta_logits)
 
@@ -228,7 +182,7 @@ def gated_kda(
         return kda_triton(q, k, v, raw_gate, beta_logits, A_log, dt_bias, fused=True, **options)
 
     operands = (q, k, v, raw_gate, beta_logits, A_log, dt_bias, initial_state, segment_ids)
-    o, final = _run("xla" if name == "reference" else name, kernels, unfused, operands)
+    o, final = run("xla" if name == "reference" else name, kernels, unfused, operands)
     return o, (final if output_final_state else None)
 
 
@@ -311,7 +265,7 @@ def check_initial_state(initial_state, num_segments, v_shape, channels):
         raise ValueError(f"initial_state has shape {initial_state.shape}; here it must be {layout} = {shape}.")
 
 
-def _check_scale(scale, channels) -> float:
+def check_scale(scale, channels) -> float:
     if scale is None:
         return channels**-0.5
     if isinstance(scale, bool) or not isinstance(scale, (int, float, np.floating, np.integer)):

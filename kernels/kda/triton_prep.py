@@ -2,6 +2,7 @@
 
 One program of 4 warps takes one chunk of 32 tokens of one head. At K = 128 it lives on 96 registers a thread and 45 KB of shared memory, so
 that 5 programs (20 warps) share an SM: the kernel waits for memory and for short dependent steps, and only other programs fill that time.
+Shared memory is what they compete for: 1276 accesses of 128 bytes a chunk, none of them a bank conflict (2400 before triton_inverse).
 Two layouts, each for what it is good at: a thread holds 16 rows x K/64 channels while the gates are summed down a tile (no shuffles), and
 8 channels of a row for everything else (16-byte loads and stores of q, k, operands and outputs; norms by 4 shuffles).
 
@@ -28,12 +29,13 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mma_v2, warpgroup_mma, warpgroup_mma_wait
 
 from . import triton_launch
+from .triton_inverse import inverses, put, times, times_each, wide
 
 C, TILE = gl.constexpr(32), gl.constexpr(16)
 TINY_BETA = gl.constexpr(1e-18)  # takes the place of any smaller |beta|: V'/beta gives beta's gradient also where beta is 0
 NORM_EPS = gl.constexpr(1e-6)
 LOG2E = gl.constexpr(math.log2(math.e))
-CLOSED = gl.constexpr(-3e38)  # raw gate of the rows from T on: the sigmoid is exactly 0
+CLOSED = gl.constexpr(-3e38)  # raw gate and beta of the rows from T on: the sigmoid is exactly 0
 
 
 class Prepared(NamedTuple):
@@ -84,17 +86,6 @@ def _reciprocal(x):
     return gl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
 
 
-WIDEN = gl.constexpr("shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;")
-
-
-@gluon.jit
-def _wide(x):
-    """x in float32. Two bfloat16 of a register take two instructions so, three as the compiler does it by itself."""
-    if x.dtype == gl.bfloat16:
-        x = gl.inline_asm_elementwise(WIDEN, "=f,=f,r", [x], dtype=gl.float32, is_pure=True, pack=2)
-    return x
-
-
 KEEP = gl.constexpr("and.b32 $0, $1, $2;")
 
 
@@ -119,7 +110,7 @@ def _halves(x, layout: gl.constexpr):
 
 @gluon.jit
 def _normed(x, SCALE: gl.constexpr, FUSED: gl.constexpr):
-    x = _wide(x)
+    x = wide(x)
     if FUSED:
         x = x * (SCALE * gl.rsqrt(gl.sum(x * x, axis=1) + NORM_EPS))[:, None]
     elif SCALE != 1:
@@ -170,68 +161,6 @@ def _factors(
 
 
 @gluon.jit
-def _parts(x):
-    """float32 x as two bfloat16, 16 bits of it."""
-    high = x.to(gl.bfloat16)
-    return high, (x - _wide(high)).to(gl.bfloat16)
-
-
-@gluon.jit
-def _put(x):
-    """[4,16,16] float32 into shared memory: its two parts behind each other, right operands of `_times`."""
-    parts = gl.allocate_shared_memory(gl.bfloat16, [8, TILE, TILE], gl.SwizzledSharedLayout(8, 4, 2, [2, 1, 0]))
-    high, low = _parts(x)
-    parts.slice(0, 4).store(high)
-    parts.slice(4, 4).store(low)
-    return parts
-
-
-@gluon.jit
-def _times(x, high, low, start):
-    """start + x (high + low), right but for 2^-16 of each product; x becomes a left operand where it is."""
-    left: gl.constexpr = gl.DotOperandLayout(0, x.type.layout, 2)
-    right: gl.constexpr = gl.DotOperandLayout(1, x.type.layout, 2)
-    x_high, x_low = _parts(x)
-    x_high = gl.convert_layout(x_high, left, assert_trivial=True)
-    high = high.load(right)
-    start = mma_v2(gl.convert_layout(x_low, left, assert_trivial=True), high, start)
-    return mma_v2(x_high, high, mma_v2(x_high, low.load(right), start))
-
-
-@gluon.jit
-def _times_each(x, parts, start):
-    """Each of the 4 tiles of x, in a warp of its own, by its own tile of `_put`."""
-    return _times(x, parts.slice(0, 4), parts.slice(4, 4), start)
-
-
-@gluon.jit
-def _inverse(lower):
-    """lower [4,16,16], strictly lower triangular L -> (I+L)^-1 of each, in registers and in shared memory.
-
-    Substitution on tensor cores: x <- e - x L reads, for a column of x, later columns alone, so each turn makes one more of them right
-    (where keys look alike a power series would lose all digits). Blocks of 4 columns first, D; with N, the rest of L, x <- D - x (N D)
-    then makes 4 more columns right each turn."""
-    layout: gl.constexpr = lower.type.layout
-    r = gl.arange(0, TILE, gl.SliceLayout(0, gl.SliceLayout(2, layout)))[None, :, None]
-    c = gl.arange(0, TILE, gl.SliceLayout(0, gl.SliceLayout(1, layout)))[None, None, :]
-    block = (c >> 2) == (r >> 2)
-    minus = gl.where(block, -lower, 0.0)
-    factor = _put(minus)
-    x = _times_each(minus, factor, minus)
-    block_inverse = gl.where(c == r, 1.0, _times_each(x, factor, minus))
-    inverses = _put(block_inverse)
-    factor._keep_alive()  # a buffer in the place of one that is still read would cost a barrier
-    step = _put(_times_each(gl.where(block, 0.0, -lower), inverses, gl.zeros([4, TILE, TILE], gl.float32, layout)))
-    inverses._keep_alive()
-    x = _times_each(block_inverse, step, block_inverse)
-    x = _times_each(x, step, block_inverse)
-    x = _times_each(x, step, block_inverse)
-    put = _put(x)
-    step._keep_alive()
-    return x, put
-
-
-@gluon.jit
 def _loads(
     row, chunk, head, q, k, g, beta, rate, bias, ids, tokens, first,
     H: gl.constexpr, HV: gl.constexpr, K: gl.constexpr, FUSED: gl.constexpr, HAS_RATE: gl.constexpr, HAS_BIAS: gl.constexpr,
@@ -261,8 +190,8 @@ def _loads(
     q1 = gl.load(q + at + TILE * H * K, mask=mask1, other=0.0)
     k1 = gl.load(k + at + TILE * H * K, mask=mask1, other=0.0)
 
-    i = gl.arange(0, 2 * C, LINE) % C
-    b = gl.load(beta + (base + i) * HV + head, mask=i < left, other=0.0)
+    i = gl.arange(0, 2 * C, LINE) - C  # 32 sectors for every warp that loads: every other one does
+    b = gl.load(beta + (base + i) * HV + head, mask=(i >= 0) & (i < left), other=CLOSED if FUSED else 0.0)
     speed = 1.0
     if HAS_RATE:
         speed = gl.load(rate + head)
@@ -279,36 +208,18 @@ def _loads(
     return raw, q0, k0, q1, k1, b, speed, shift, now, before
 
 
-FETCH = gl.constexpr("prefetch.global.L2 [$1]; mov.b32 $0, 0;")
-
-
-@gluon.jit
-def _ask_ahead(row, chunk, head, q, k, g, tokens, first, H: gl.constexpr, HV: gl.constexpr, K: gl.constexpr):
-    """The inputs of another chunk into the L2 cache, line by line: a hint without a result."""
-    LINES: gl.constexpr = gl.BlockedLayout([1, 1], [16, 2], [4, 1], [1, 0])
-    y = gl.arange(0, C, gl.SliceLayout(1, LINES))[:, None]
-    x = gl.arange(0, K // 64, gl.SliceLayout(0, LINES))[None, :] * 64  # 64 bfloat16 are a line of 128 bytes
-    base = row * tokens + gl.minimum((first + chunk) * C + y, tokens - 1)
-    at = (base * H + head // (HV // H)) * K + x
-    gl.inline_asm_elementwise(FETCH, "=r,l", [q + at], dtype=gl.int32, is_pure=False, pack=1)
-    gl.inline_asm_elementwise(FETCH, "=r,l", [k + at], dtype=gl.int32, is_pure=False, pack=1)
-    gl.inline_asm_elementwise(FETCH, "=r,l", [g + (base * HV + head) * K + x], dtype=gl.int32, is_pure=False, pack=1)
-
-
 @gluon.jit
 def prep_kernel(
     q, k, g, beta, rate, bias, ids, neg_w, q_in, k_out, t_out, p_out, decay, tokens, first, chunks,
     H: gl.constexpr, HV: gl.constexpr, K: gl.constexpr, SCALE: gl.constexpr, LOWER: gl.constexpr, OFF: gl.constexpr,
-    FUSED: gl.constexpr, HAS_RATE: gl.constexpr, HAS_BIAS: gl.constexpr, PACKED: gl.constexpr, AHEAD: gl.constexpr,
-    EARLY: gl.constexpr,
+    FUSED: gl.constexpr, HAS_RATE: gl.constexpr, HAS_BIAS: gl.constexpr, PACKED: gl.constexpr, EARLY: gl.constexpr,
 ):  # fmt: skip
-    """Operands, outputs (from neg_w on), then scalars. Grid (HV, chunks, B): heads are the fastest, for a token's heads lie side by side.
-    AHEAD: how many chunks later the one is whose inputs this program brings into the L2 cache, 0: none."""
+    """Operands, outputs (from neg_w on), scalars. Grid (HV, chunks, B): heads are the fastest, for a token's heads lie side by side."""
     ROWS: gl.constexpr = _rows(K)
     LINE: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     OWN: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 16, 16])
     CROSS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 32, 16])
-    WIDE: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [2, 2], [16, 8])
+    WIDE: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [1, 4], [16, 8])
     LEFT: gl.constexpr = gl.DotOperandLayout(0, WIDE, 2)
     RIGHT: gl.constexpr = gl.DotOperandLayout(1, WIDE, 2)
     ONE: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [1, 4], [1, 0])
@@ -324,10 +235,8 @@ def prep_kernel(
         row, chunk, head, q, k, g, beta, rate, bias, ids, tokens, first, H, HV, K, FUSED, HAS_RATE, HAS_BIAS, PACKED
     )
     place = (row * HV + head) * chunks + chunk  # of this chunk in the outputs
-    left = tokens - (first + chunk) * C
     line = gl.arange(0, TILE, gl.SliceLayout(1, ROWS))[:, None]
     lane = gl.arange(0, K, gl.SliceLayout(0, ROWS))[None, :]
-    i = gl.arange(0, 2 * C, LINE)
     # The compiler would move loads behind the work on the gates, to save registers. No load passes a barrier; and with the gates' factor
     # read back from behind it (EARLY), no work on them passes it the other way.
     there = gl.allocate_shared_memory(gl.float32, [1, 1, 1], gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0]))
@@ -336,15 +245,13 @@ def prep_kernel(
         speed = there.load(_columns(K))
     else:
         gl.barrier()
-    if AHEAD != 0:
-        _ask_ahead(row, gl.minimum(chunk + AHEAD, chunks - 1), head, q, k, g, tokens, first, H, HV, K)
     # beta, and 1 for the rows of q: what multiplies row i of the products.
     b = b.to(gl.float32)
     if FUSED:
-        b = gl.where(i % C < left, _reciprocal(1.0 + _exp2(-LOG2E * b)), 0.0)
+        b = _reciprocal(1.0 + _exp2(-LOG2E * b))
     b = gl.where(gl.abs(b) < TINY_BETA, TINY_BETA, b)
     betas = gl.allocate_shared_memory(gl.float32, [2 * C], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    betas.store(gl.where(i < C, 1.0, b))
+    betas.store(gl.where(gl.arange(0, 2 * C, LINE) < C, 1.0, b))
     segments = gl.allocate_shared_memory(gl.int32, [2 * C], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     if PACKED:
         # Documents that started in this chunk up to row j; twice, for the rows of q and of k.
@@ -353,7 +260,7 @@ def prep_kernel(
         segments.slice(C, C).store(started)
 
     # Log2 decays, summed from each tile's start on.
-    raw = _wide(raw)
+    raw = wide(raw)
     if FUSED:
         if HAS_RATE:
             # The floor only keeps CLOSED closed: a gate this slow is a constant in float32.
@@ -403,29 +310,27 @@ def prep_kernel(
     c = gl.arange(0, TILE, gl.SliceLayout(0, OWN))[None, :]
     second = (r & TILE) != 0  # tile 1
     lower = c <= (r & (TILE - 1)) - gl.where(r < C, 0, 1)
-    times = betas.load(gl.SliceLayout(1, OWN))[:, None]
-    near = gl.where(second, right, near) * times
+    beta_row = betas.load(gl.SliceLayout(1, OWN))[:, None]
+    near = gl.where(second, right, near) * beta_row
     if OFF != 0:
-        times = times * 2.0**-OFF
-    far = far * times
+        beta_row = beta_row * 2.0**-OFF
+    far = far * beta_row
     if PACKED:
         segment = segments.load(gl.SliceLayout(1, OWN))[:, None]
         segment0 = segments.slice(0, TILE).load(gl.SliceLayout(0, OWN))[None, :]
         segment1 = segments.slice(TILE, TILE).load(gl.SliceLayout(0, OWN))[None, :]
         lower = lower & (segment == gl.where(second, segment1, segment0))
-        far = gl.where(second & (segment == segment0), far, 0.0)
-    else:
-        far = gl.where(second, far, 0.0)
+        far = gl.where(segment == segment0, far, 0.0)  # of tile 0 too, for nothing
     near = gl.where(lower, near, 0.0)
 
-    # T = [[X0, 0], [-X1 L10 X0, X1]] Diag(beta), X = (I+L)^-1 of each tile. The tiles of q go along, for nothing.
-    below = _put(gl.convert_layout(gl.reshape(-far, [4, TILE, TILE]), TILES, assert_trivial=True))
-    x, inverse = _inverse(gl.convert_layout(gl.reshape(near, [4, TILE, TILE]), TILES, assert_trivial=True))
-    corner = _times_each(x, below, gl.zeros([4, TILE, TILE], gl.float32, TILES))
+    # T = [[X0, 0], [-X1 L10 X0, X1]] Diag(beta), X = (I+L)^-1 of each tile of k. The tiles of q go along, for nothing.
+    below = put(gl.convert_layout(gl.reshape(-far, [4, TILE, TILE]), TILES, assert_trivial=True))
+    x, inverse = inverses(gl.convert_layout(gl.reshape(near, [4, TILE, TILE]), TILES, assert_trivial=True))
+    corner = times_each(x, below, gl.zeros([4, TILE, TILE], gl.float32, TILES))
     x = gl.convert_layout(gl.reshape(x, [2 * C, TILE]), PAIRS, assert_trivial=True)
     corner = gl.convert_layout(gl.reshape(corner, [2 * C, TILE]), PAIRS, assert_trivial=True)
-    flat = inverse.reshape([8 * TILE, TILE])
-    corner = _times(corner, flat.slice(C, TILE), flat.slice(3 * C, TILE), gl.zeros([2 * C, TILE], gl.float32, PAIRS))
+    inverse0 = inverse.reshape([8 * TILE, TILE])
+    corner = times(corner, inverse0.slice(C, TILE), inverse0.slice(3 * C, TILE), gl.zeros([2 * C, TILE], gl.float32, PAIRS))
     near = gl.convert_layout(near, PAIRS, assert_trivial=True)
     far = gl.convert_layout(far, PAIRS, assert_trivial=True)
     beta0 = betas.slice(C, TILE).load(gl.SliceLayout(0, PAIRS))[None, :]
@@ -467,19 +372,12 @@ def prep_kernel(
 class Variant(NamedTuple):
     """The same bits, in other times."""
 
-    ahead: int = 0  # how many programs later those start whose inputs are asked for
-    early: bool = True
-    registers: int | None = 96  # the most a thread may have at K = 128; the compiler would take 108
+    early: bool = True  # all loads before the work on the gates
+    registers: int | None = 96  # the most a thread may have at K = 128; the compiler would take 105
 
 
-# With 96 registers and 45 KB of shared memory 5 programs live on an SM, without a spill where the row is not packed (3 words there).
-VARIANTS = {
-    "five": Variant(),
-    "five_late": Variant(early=False),
-    "five_ahead": Variant(ahead=264),
-    "four": Variant(registers=None),
-    "four_ahead": Variant(ahead=264, registers=None),
-}
+# With 96 registers and 45 KB of shared memory 5 programs live on an SM, else 4.
+VARIANTS = {"five": Variant(), "five_late": Variant(early=False), "four": Variant(registers=None)}
 
 
 def prep(
@@ -537,6 +435,5 @@ def launch_constants(heads, values, channels, scale, lower_bound, fused, A_log, 
         HAS_RATE=fused and A_log is not None,
         HAS_BIAS=fused and dt_bias is not None,
         PACKED=ids is not None,
-        AHEAD=-(-variant.ahead // values),
         EARLY=variant.early,
     )

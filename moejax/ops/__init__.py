@@ -41,7 +41,7 @@ from .experts import (
     router_logits,
 )
 from .histogram import expert_load
-from .kda import gated_kda, kda, kda_gate, kda_implementation
+from .kda import gated_kda, kda, kda_decode, kda_gate, kda_implementation
 from .kda_layer import KDAState, KDAWeights, kda_layer
 from .mla import (
     MLAWeights,
@@ -89,6 +89,7 @@ __all__ = [
     "gated_mlp",
     "grouped_matmul",
     "kda",
+    "kda_decode",
     "kda_gate",
     "kda_implementation",
     "kda_layer",

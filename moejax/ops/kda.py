@@ -1,5 +1,5 @@
 """Kimi Delta Attention as part of `moejax.ops`; the code lives in `kernels/kda`."""
 
-from moejax.kernels.kda import gated_kda, kda, kda_gate, kda_implementation
+from moejax.kernels.kda import gated_kda, kda, kda_decode, kda_gate, kda_implementation
 
-__all__ = ["gated_kda", "kda", "kda_gate", "kda_implementation"]
+__all__ = ["gated_kda", "kda", "kda_decode", "kda_gate", "kda_implementation"]

@@ -11,11 +11,15 @@ import jax
 import jax.numpy as jnp
 
 from ..kernels.common import accumulation_dtype, require_float, require_rank
+from ..kernels.kda.choice import choose, run_keeping_inputs
 from ..kernels.kda.gate import check_lower_bound
 from .attention import check_segment_ids
 from .kda import gated_kda, kda_implementation
 from .norms import rms_norm
 from .short_conv import short_conv
+
+# Limits of the output norm's kernel: rows are an axis of a grid, the channels of a head lie in registers.
+MOST_ROWS, MOST_CHANNELS = 65535, 4096
 
 
 class KDAWeights(NamedTuple):
@@ -73,7 +77,8 @@ def kda_layer(
       segment_ids: [B,T] int32, 0 = padding, documents 1, 2, ... in order; see `kda`. Convolutions and recurrence restart at
         each document. Padding is never read (it may hold NaN); y and the gradient of x are 0 there.
       return_state: also return the state after the last document.
-      implementation: of the recurrence; "reference" (token by token), "xla" (chunks), or None to choose; see `kda`.
+      implementation: of the recurrence, and of convolutions and output norm where they have it; "reference" (token by token), "xla"
+        (chunks), "triton" (kernels for NVIDIA Hopper), or None to choose each of them by itself; see `kda` and `short_conv`.
 
     Returns:
       (y [B,T,D] in x.dtype, KDAState or None).
@@ -81,12 +86,13 @@ def kda_layer(
     Raises:
       ValueError: shapes or dtypes that do not fit, none or both forms of the output gate, a lower_bound, norm_eps or
         implementation that is not allowed, segment ids that decrease.
-      NotImplementedError: an implementation of `kda` that this version lacks.
+      NotImplementedError: an implementation that this version lacks or that cannot run here, with the reason.
     """
     check_kda_layer(x, weights, lower_bound, norm_eps, state, segment_ids, implementation)
 
     def convolve(inputs, taps, histories):
-        pairs = [short_conv(a, w, history=h, segment_ids=segment_ids) for a, w, h in zip(inputs, taps, histories, strict=True)]
+        options: Any = dict(segment_ids=segment_ids, implementation=of_parts(implementation))
+        pairs = [short_conv(a, w, history=h, **options) for a, w, h in zip(inputs, taps, histories, strict=True)]
         return [y for y, _ in pairs], [history for _, history in pairs]
 
     def recur(*operands):
@@ -99,7 +105,13 @@ def kda_layer(
             implementation=implementation,
         )
 
-    return layer_around(x, weights, convolve, recur, norm_eps=norm_eps, state=state, segment_ids=segment_ids)
+    options: Any = dict(norm_eps=norm_eps, state=state, segment_ids=segment_ids, implementation=implementation)
+    return layer_around(x, weights, convolve, recur, **options)
+
+
+def of_parts(implementation: str | None) -> str | None:
+    """The implementation of a layer's convolutions and output norm, which have no reference of their own."""
+    return "xla" if implementation == "reference" else implementation
 
 
 def layer_around(
@@ -111,6 +123,7 @@ def layer_around(
     norm_eps: float,
     state: KDAState | None,
     segment_ids: jax.Array | None,
+    implementation: str | None,
 ) -> tuple[jax.Array, KDAState | None]:
     """All of the layer that works token by token, around its two parts that work along time. Arguments have been checked.
 
@@ -130,22 +143,42 @@ def layer_around(
     with jax.named_scope("kda_scan"):
         o, recurrent = recur(q, k, v, raw_decay, beta_logits, weights.A_log, weights.dt_bias)
     with jax.named_scope("kda_output"):
-        y = jnp.einsum("bthv,hvd->btd", _gated_norm(o, x, weights, norm_eps), weights.out_proj.astype(x.dtype))
+        normed = _gated_norm(o, x, weights, norm_eps, of_parts(implementation))
+        y = jnp.einsum("bthv,hvd->btd", normed, weights.out_proj.astype(x.dtype))
     if recurrent is None:
         return y, None
     q_history, k_history, v_history = carried
     return y, KDAState(q_history, k_history, v_history, recurrent)
 
 
-def _gated_norm(o, x, weights, eps):
+def _gated_norm(o, x, weights, eps, implementation=None):
     """Per-head RMS norm, then the sigmoid gate, both in float32: the gate comes after the norm."""
-    wide = accumulation_dtype(o)
     if weights.out_gate is None:
         logits = jnp.einsum("btr,rhv->bthv", x @ weights.out_gate_down.astype(x.dtype), weights.out_gate_up.astype(x.dtype))
     else:
         logits = jnp.einsum("btd,dhv->bthv", x, weights.out_gate.astype(x.dtype))
-    normed = rms_norm(o.astype(wide), weights.out_norm.astype(wide), eps=eps)
-    return (normed * jax.nn.sigmoid(logits.astype(wide))).astype(x.dtype)
+
+    def plain(o, logits, weight):
+        wide = accumulation_dtype(o)
+        normed = rms_norm(o.astype(wide), weight.astype(wide), eps=eps)
+        return (normed * jax.nn.sigmoid(logits.astype(wide))).astype(x.dtype)
+
+    def kernels(o, logits, weight):
+        from ..kernels.kda.triton_norm import gated_rms_norm_triton  # Triton, at the first use
+
+        return gated_rms_norm_triton(o, logits, weight, eps=eps).astype(x.dtype)
+
+    name = choose("kda_layer's output norm", implementation, _norm_refused(o, logits, weights.out_norm), loss="slower")
+    return run_keeping_inputs(name, kernels, plain, (o, logits, weights.out_norm))
+
+
+def _norm_refused(o, logits, weight) -> str | None:
+    """Why the kernel of the output norm does not take these operands, or None."""
+    if jnp.float64 in (o.dtype, logits.dtype, weight.dtype):
+        return "its kernel takes float32 and bfloat16, here float64"
+    if o.shape[0] > MOST_ROWS or o.shape[-1] > MOST_CHANNELS:
+        return f"its kernel takes at most {MOST_ROWS} rows and {MOST_CHANNELS} channels, here {o.shape[0]} and {o.shape[-1]}"
+    return None
 
 
 def check_kda_layer(x, weights: Any, lower_bound, norm_eps, state, segment_ids, implementation) -> None:

@@ -8,10 +8,19 @@ import jax.numpy as jnp
 from jax import Array
 
 from moejax.kernels.common import accumulation_dtype, require_float, require_rank
+from moejax.kernels.kda.choice import choose, run_keeping_inputs
+
+# Limits of the kernel: taps of a channel live in registers; rows and blocks of 128 tokens are axes of a grid of at most 65535.
+MOST_TAPS, MOST_ROWS, MOST_TOKENS = 8, 65535, 2**22
 
 
 def short_conv(
-    x: Array, weight: Array, *, history: Array | None = None, segment_ids: Array | None = None
+    x: Array,
+    weight: Array,
+    *,
+    history: Array | None = None,
+    segment_ids: Array | None = None,
+    implementation: str | None = None,
 ) -> tuple[Array, Array]:
     """`silu(sum_j weight[j] * x[t - (W-1) + j])`, causal, restarting at each document, carrying its last inputs.
 
@@ -24,17 +33,43 @@ def short_conv(
       weight: [W,C], W >= 1; the last tap meets the current token.
       history: [B,W-1,C], the inputs before the first token, oldest first, for the first document only. None = zeros.
       segment_ids: [B,T] integers, 0 = padding, documents 1, 2, ... in order. None = one document without padding.
+      implementation: "xla"; "triton" (one pass over the tokens, for NVIDIA Hopper; float32 or bfloat16, W <= 8); None: "triton"
+        when the call is lowered for cuda and the kernel takes it, else "xla". Over several GPUs call it inside jax.shard_map
+        (rows and channels may be cut): a jit alone cannot cut a kernel's launch.
     Returns: (y [B,T,C] in `x.dtype`, 0 at padding; the last W-1 inputs [B,W-1,C] of the last document in `x.dtype`,
       padding not counted, zeros before the start of a document that is not the first; a row of padding only
       returns its history).
-    Raises ValueError: a shape or dtype that breaks the rules above.
+    Raises ValueError: a shape, dtype or name that breaks the rules above.
+    Raises NotImplementedError: implementation="triton" that cannot run, with the reason.
     """
     check_short_conv(x, weight, history, segment_ids)
+    name = choose("short_conv", implementation, _refused(x, weight), loss="2 to 5 times slower")
+    history = None if history is None else history.astype(x.dtype)
+    return run_keeping_inputs(name, _kernels, _plain, (x, weight, history, segment_ids))
+
+
+def _refused(x: Array, weight: Array) -> str | None:
+    """Why the kernel does not take these operands, or None."""
+    if jnp.float64 in (x.dtype, weight.dtype):
+        return "its kernel takes float32 and bfloat16, here float64"
+    if weight.shape[0] > MOST_TAPS:
+        return f"its kernel takes at most {MOST_TAPS} taps, here {weight.shape[0]}"
+    if x.shape[0] > MOST_ROWS or x.shape[1] > MOST_TOKENS:
+        return f"its kernel takes at most {MOST_ROWS} rows of {MOST_TOKENS} tokens, here {x.shape[0]} of {x.shape[1]}"
+    return None
+
+
+def _kernels(x: Array, weight: Array, history: Array | None, segment_ids: Array | None) -> tuple[Array, Array]:
+    from moejax.kernels.kda.triton_conv import conv_silu_triton  # Triton, at the first use
+
+    return conv_silu_triton(x, weight, history=history, segment_ids=segment_ids)
+
+
+def _plain(x: Array, weight: Array, history: Array | None, segment_ids: Array | None) -> tuple[Array, Array]:
     batch, tokens, channels = x.shape
     width = weight.shape[0]
     if history is None:
         history = jnp.zeros((batch, width - 1, channels), x.dtype)
-    history = history.astype(x.dtype)
     if segment_ids is None:
         inputs = jnp.concatenate([history, x], axis=1)
         taps = [inputs[:, j : j + tokens] for j in range(width)]

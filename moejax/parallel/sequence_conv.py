@@ -6,6 +6,7 @@ Shapes: R shards along `axis`, B batch, T local tokens, C channels, W taps. x [B
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +24,7 @@ def sequence_short_conv(
     axis: Axis,
     history: jax.Array | None = None,
     segment_ids: jax.Array | None = None,
+    implementation: str | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """`moejax.ops.short_conv` of a whole row, on this shard's tokens. Call it inside `jax.shard_map`.
 
@@ -35,10 +37,13 @@ def sequence_short_conv(
       axis: the mesh axis (or axes) that shards the tokens.
       history: [B,W-1,C], the inputs before the row's first token, the same on all shards. None = zeros.
       segment_ids: [B,T] this shard's ids: 0 = padding, documents 1, 2, ... in order along the whole row.
+      implementation: as in short_conv.
     Returns: (y [B,T,C] in x.dtype; the whole row's last W-1 inputs as short_conv defines them, the same on all shards).
     Raises ValueError: a shape or dtype that breaks the rules above.
+    Raises NotImplementedError: as short_conv.
     """
-    ys, finals = sequence_short_convs([x], [weight], axis=axis, histories=[history], segment_ids=segment_ids)
+    options: Any = dict(histories=[history], segment_ids=segment_ids, implementation=implementation)
+    ys, finals = sequence_short_convs([x], [weight], axis=axis, **options)
     assert finals is not None  # output_final_history is on
     return ys[0], finals[0]
 
@@ -51,6 +56,7 @@ def sequence_short_convs(
     histories: Sequence[jax.Array | None] | None = None,
     segment_ids: jax.Array | None = None,
     output_final_history: bool = True,
+    implementation: str | None = None,
 ) -> tuple[list[jax.Array], list[jax.Array] | None]:
     """Several convolutions of the same tokens, as q, k and v of a KDA layer, with one all-gather for all their inputs.
 
@@ -66,7 +72,8 @@ def sequence_short_convs(
         start = jnp.concatenate([_start(x, h, width) for x, h in zip(xs, incoming, strict=True)], axis=-1)
         halo = _plain_halo(xs, start, axis) if segment_ids is None else _packed_halo(xs, start, segment_ids, axis)
         incoming = _split(halo, sizes)
-    pairs = [short_conv(x, w, history=h, segment_ids=segment_ids) for x, w, h in zip(xs, weights, incoming, strict=True)]
+    options: Any = dict(segment_ids=segment_ids, implementation=implementation)
+    pairs = [short_conv(x, w, history=h, **options) for x, w, h in zip(xs, weights, incoming, strict=True)]
     ys = [y for y, _ in pairs]
     if not output_final_history:
         return ys, None

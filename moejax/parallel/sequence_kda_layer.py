@@ -5,9 +5,11 @@ Shapes: B batch, T local tokens, D model width; the rest as in `moejax.ops.kda_l
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 
-from ..ops.kda_layer import KDAState, KDAWeights, check_kda_layer, layer_around
+from ..ops.kda_layer import KDAState, KDAWeights, check_kda_layer, layer_around, of_parts
 from .sequence_conv import sequence_short_convs
 from .sequence_documents import Axis
 from .sequence_kda import sequence_gated_kda
@@ -39,7 +41,13 @@ def sequence_kda_layer(
 
     def convolve(inputs, taps, histories):
         return sequence_short_convs(
-            inputs, taps, axis=axis, histories=histories, segment_ids=segment_ids, output_final_history=return_state
+            inputs,
+            taps,
+            axis=axis,
+            histories=histories,
+            segment_ids=segment_ids,
+            output_final_history=return_state,
+            implementation=of_parts(implementation),
         )
 
     def recur(*operands):
@@ -53,4 +61,5 @@ def sequence_kda_layer(
             implementation=implementation,
         )
 
-    return layer_around(x, weights, convolve, recur, norm_eps=norm_eps, state=state, segment_ids=segment_ids)
+    options: Any = dict(norm_eps=norm_eps, state=state, segment_ids=segment_ids, implementation=implementation)
+    return layer_around(x, weights, convolve, recur, **options)

@@ -74,16 +74,31 @@ def gated(q, k, raw, logits, A_log, dt_bias, lower_bound):
     return q, k, lower_bound * sigmoid(rate * (raw + bias)), sigmoid(logits)
 
 
+def gated_grads(q, k, raw, logits, A_log, dt_bias, lower_bound, dq, dk, dg, dbeta):
+    """Gradients of what `gated` returns (dq, dk of the value heads) -> of its operands: dq, dk [B,T,HV,K], draw, dlogits, and
+    dA_log [B,T,HV,K] token by token (draw is dt_bias's)."""
+    q, k, raw, logits = (np.asarray(x, np.float64) for x in (q, k, raw, logits))
+    group = raw.shape[2] // q.shape[2]
+
+    def through_norm(x, d):
+        x = np.repeat(x, group, axis=2)
+        r = 1 / np.sqrt((x * x).sum(-1, keepdims=True) + 1e-6)
+        return r * (d - x * r * (x * r * d).sum(-1, keepdims=True))
+
+    rate = np.exp(np.asarray(A_log, np.float64))[:, None]
+    z = rate * (raw + np.asarray(dt_bias, np.float64))
+    dz = dg * lower_bound * sigmoid(z) * sigmoid(-z)
+    return through_norm(q, dq), through_norm(k, dk), dz * rate, dbeta * sigmoid(logits) * sigmoid(-logits), dz * z
+
+
 def operands(q, k, g, beta, ids):
     heads, n = g.shape[2], -(-q.shape[1] // C)
     q, k, g = (chunks(x, heads, n) for x in (q, k, g))
     beta = chunks(np.asarray(beta)[..., None], heads, n)
-    ids = np.ones(beta.shape[:1] + (n * C,), int) if ids is None else ids
+    ids = np.ones((*beta.shape[:1], n * C), int) if ids is None else ids
     s = documents(ids, n)
     beta = np.where(np.abs(beta) < TINY_BETA, TINY_BETA, beta)
-    return Operands(
-        q, k, g, beta, s[..., :, None] == s[..., None, :], (s == 0)[..., None], (s == s[..., -1:])[..., None], s[..., -1:] == 0
-    )
+    return Operands(q, k, g, beta, s[..., :, None] == s[..., None, :], (s == 0)[..., None], (s == s[..., -1:])[..., None], s[..., -1:] == 0)
 
 
 def prep(x: Operands, scale) -> Prepared:

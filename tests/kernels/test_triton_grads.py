@@ -15,43 +15,12 @@ sys.path.insert(0, str(pathlib.Path(__file__).parent))
 
 import gluon_numpy as gn
 import kda_stages as stages
+from kda_inputs import REGIMES, bf16, make, packed
 
 from kernels.kda import triton_grads
 
-flush = lambda x: np.where(np.abs(x) < 2.0**-126, np.float32(0), x)
-gn.register_asm("{ .reg .f32 t; neg.f32 t, $1; ex2.approx.ftz.f32 $0, t; }", lambda x: flush(np.exp2(-x)))
-gn.register_asm("{ .reg .f32 t; abs.f32 t, $1; neg.f32 t, t; ex2.approx.ftz.f32 $0, t; }", lambda x: flush(np.exp2(-np.abs(x))))
-
-gn.register_asm("shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;", lambda x: x.astype(np.float32))
-
 C = stages.C
 NAMES = ("dq", "dk", "dv", "dg", "dbeta", "d_rate", "d_bias")
-
-
-def bf16(x):
-    return np.asarray(x, gn.bf16)
-
-
-def make(T, K=64, V=64, H=1, HV=1, B=1, fused=True, gates="production", ids=None, seed=0, bound=-5.0):
-    """-> dict of the operands of a call, arrays in the dtypes of a training step."""
-    rng = np.random.default_rng(seed)
-    normal = lambda *shape: rng.standard_normal(shape)
-    raw = {
-        "production": lambda: normal(B, T, HV, K),
-        "slow": lambda: normal(B, T, HV, K) * 0.3 - 7,
-        "saturated": lambda: normal(B, T, HV, K) + 12,
-        "mixed": lambda: np.where(np.arange(K) == 3, -9.0, normal(B, T, HV, K) + 2),
-    }[gates]()
-    x = dict(
-        q=bf16(normal(B, T, H, K)), k=bf16(normal(B, T, H, K)), v=bf16(normal(B, T, HV, V)), g=bf16(raw), beta=bf16(normal(B, T, HV)),
-        A_log=(0.3 * normal(HV)).astype(np.float32), dt_bias=(0.3 * normal(HV, K)).astype(np.float32), ids=ids,
-        d_o=bf16(normal(B, T, HV, V)), initial=0.5 * normal(B, HV, K, V), d_final=normal(B, HV, K, V),
-        fused=fused, bound=bound, scale=K**-0.5,
-    )  # fmt: skip
-    if not fused:
-        q, k, g, beta = stages.gated(x["q"], x["k"], x["g"], x["beta"], x["A_log"], x["dt_bias"], bound)
-        x |= dict(q=bf16(q), k=bf16(k), g=g.astype(np.float32), beta=beta.astype(np.float32), A_log=None, dt_bias=None)
-    return x
 
 
 def oracle(x, first=0, chunks=None):
@@ -62,8 +31,8 @@ def oracle(x, first=0, chunks=None):
         front = stages.gated(*front, x["A_log"], x["dt_bias"], x["bound"])
     op = stages.operands(*front, x["ids"])
     p = stages.prep(op, x["scale"])
-    _, _, states, v_new = stages.forward(p, x["v"], x["initial"])
-    _, d_states, d_v_new = stages.reverse(p, x["d_o"], x["d_final"])
+    _, _, states, v_new = stages.forward(p, x["v"], x["state"])
+    _, d_states, d_v_new = stages.reverse(p, x["d_o"], x["d_state"])
     n = states.shape[2]
     chunks = n - first if chunks is None else chunks
     scratch = [bf16(y) for y in (p.t, states, v_new, d_states, d_v_new)]
@@ -72,21 +41,11 @@ def oracle(x, first=0, chunks=None):
     )
     out = dict(dq=dq, dk=dk, dv=dv, dg=dg, dbeta=dbeta)
     if x["fused"]:
-        group = dg.shape[2] // x["q"].shape[2]
-        for name, d in (("q", "dq"), ("k", "dk")):
-            y = np.repeat(np.asarray(x[name], float), group, axis=2)
-            r = 1 / np.sqrt((y * y).sum(-1, keepdims=True) + 1e-6)
-            out[d] = r * (out[d] - y * r * (y * r * out[d]).sum(-1, keepdims=True))
-        rate = np.exp(x["A_log"].astype(float))[:, None]
-        z = rate * (np.asarray(x["g"], float) + x["dt_bias"])
-        sg = stages.sigmoid(z)
-        d_z = dg * x["bound"] * sg * stages.sigmoid(-z)
-        out["dg"] = d_z * rate
-        beta = np.asarray(front[3], float)
-        out["dbeta"] = dbeta * beta * (1 - beta)
+        raw = [x[name] for name in ("q", "k", "g", "beta", "A_log", "dt_bias", "bound")]
+        *grads, d_rate = stages.gated_grads(*raw, dq, dk, dg, dbeta)
+        out |= dict(zip(("dq", "dk", "dg", "dbeta"), grads, strict=True))
         part = lambda y: stages.chunks(y, y.shape[2], n).sum(axis=3)
-        out["d_rate"] = part(d_z * z).sum(-1)
-        out["d_bias"] = part(d_z * rate)
+        out |= dict(d_rate=part(d_rate).sum(-1), d_bias=part(out["dg"]))
     window = np.zeros(n * C, bool)
     window[first * C : (first + chunks) * C] = True
     for name in NAMES[:5]:
@@ -150,18 +109,10 @@ def check(x, limit=6e-3, first=0, chunks=None, **options):
     return got, found
 
 
-def packed(T, *starts, B=1):
-    """Filled ids of documents that start at these tokens."""
-    ids = np.ones((B, T), np.int32)
-    for start in starts:
-        ids[:, start:] += 1
-    return ids
-
-
-@pytest.mark.parametrize("gates", ["production", "slow", "saturated", "mixed"])
+@pytest.mark.parametrize("regime", REGIMES)
 @pytest.mark.parametrize("fused", [True, False])
-def test_gate_regimes(gates, fused):
-    check(make(97, fused=fused, gates=gates, seed=1), limit=4e-3)
+def test_gate_regimes(regime, fused):
+    check(make(97, fused=fused, regime=regime, seed=1), limit=4e-3)
 
 
 @pytest.mark.parametrize("T", [1, 15, 16, 17, 33, 63, 65, 130])
@@ -176,7 +127,7 @@ def test_lengths(T):
 @pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.parametrize("starts", [(1,), (15, 16, 17), (31, 33), (32,), (40, 64, 90)])
 def test_packed(starts, fused):
-    check(make(97, H=2, HV=4, fused=fused, gates="slow", ids=packed(97, *starts), seed=sum(starts)))
+    check(make(97, H=2, HV=4, fused=fused, regime="slow", ids=packed(97, *starts), seed=sum(starts)))
 
 
 def test_rows_and_dtypes():
@@ -188,7 +139,7 @@ def test_rows_and_dtypes():
 
 def test_document_is_alone():
     """The state that one document leaves, and the gradient that the next one sends back, reach no row of the other, not even as 0 * inf."""
-    x = make(64, gates="slow", ids=packed(64, 40), seed=4)
+    x = make(64, regime="slow", ids=packed(64, 40), seed=4)
     t, states, v_new, d_states, d_v_new = oracle(x)[0]
     got = launch(x, (t, states, v_new, d_states, d_v_new))
     broken = states.copy()
@@ -206,13 +157,13 @@ def test_document_is_alone():
 def test_prefix_bits():
     """With no loss after token 40 the gradients before it do not change by a bit when all later inputs do."""
     P, T = 40, 64
-    x = make(T, gates="slow", seed=5)
+    x = make(T, regime="slow", seed=5)
     (t, states, v_new, d_states, d_v_new), _ = oracle(x)
     x["d_o"][:, P:] = 0
     d_states[:, :, P // C :] = 0
     d_v_new.reshape(1, 1, T, -1)[:, :, P:] = 0
     got = launch(x, (t, states, v_new, d_states, d_v_new))
-    y = make(T, gates="saturated", seed=6)
+    y = make(T, regime="saturated", seed=6)
     late = {n: np.concatenate([x[n][:, :P], y[n][:, P:]], axis=1) for n in ("q", "k", "g", "beta")}
     t, v_new = t.copy(), v_new.copy()
     t[:, :, P // C, P % C :] = bf16(np.tril(np.random.default_rng(7).standard_normal((C, C))))[P % C :]
@@ -263,7 +214,7 @@ def test_far_gates():
 
 @pytest.mark.parametrize("bound", [-5.9, -0.5])
 def test_bounds(bound):
-    check(make(64, gates="saturated", bound=bound, seed=11))
+    check(make(64, regime="saturated", bound=bound, seed=11))
 
 
 @pytest.mark.parametrize("K,V,warps", [(128, 128, 8), (128, 128, 4), (64, 128, 4), (128, 64, 8), (256, 64, 8), (64, 256, 8)])

@@ -15,12 +15,12 @@ pytestmark = pytest.mark.gpu
 pytest.importorskip("triton", reason="triton is not installed")
 sys.path.insert(0, str(pathlib.Path(__file__).parent))
 
+import kda_inputs as inputs  # noqa: E402
 import kda_stages as stages  # noqa: E402
 
 from moejax.kernels.kda import triton_grads, triton_prep, triton_walk  # noqa: E402
 
 BOUND, B, H, HV = -5.0, 2, 1, 2
-REGIMES = ("production", "slow", "saturated", "mixed")
 
 
 def bf16(x):
@@ -33,19 +33,10 @@ def error(found, wanted):
 
 
 def make(regime, T, K, V, packed):
-    rng = np.random.default_rng(T * K + REGIMES.index(regime))
-    raw = rng.standard_normal((B, T, HV, K))
-    raw = {"production": raw, "slow": raw * 0.3 - 7, "saturated": raw + 12, "mixed": np.where(np.arange(K) == 3, -9, raw + 2)}[regime]
-    x = dict(
-        q=rng.standard_normal((B, T, H, K)), k=rng.standard_normal((B, T, H, K)), g=raw, beta=rng.standard_normal((B, T, HV)),
-        v=rng.standard_normal((B, T, HV, V)), d_o=rng.standard_normal((B, T, HV, V)),
-    )  # fmt: skip
-    x = {name: bf16(value) for name, value in x.items()}
-    x |= {name: jnp.asarray(rng.standard_normal((B, HV, K, V)), jnp.float32) for name in ("state", "d_state")}
-    x["A_log"] = jnp.asarray(rng.uniform(-0.5, 0.5, HV), jnp.float32)
-    x["dt_bias"] = jnp.asarray(0.3 * rng.standard_normal((HV, K)), jnp.float32)
-    x["ids"] = jnp.asarray(np.sort(rng.integers(1, 6, (B, T)), axis=1), jnp.int32) if packed else None
-    return x
+    seed = T * K + inputs.REGIMES.index(regime)
+    ids = np.sort(np.random.default_rng(seed).integers(1, 6, (B, T)), axis=1).astype(np.int32) if packed else None
+    x = inputs.make(T, K, V, H, HV, B, regime, ids, seed=seed, bound=BOUND)
+    return {name: jnp.asarray(value) if isinstance(value, np.ndarray) else value for name, value in x.items()}
 
 
 def reference(x, T, K):
@@ -58,18 +49,9 @@ def reference(x, T, K):
     o, final, states, v_new = stages.forward(p, f("v"), f("state"))
     d_initial, d_states, d_v_new = stages.reverse(p, f("d_o"), f("d_state"))
     dq, dk, dv, dg, dbeta = stages.grads(op, p.t, f("d_o"), states, v_new, d_states, d_v_new, K**-0.5, T)
-    # through the front: norm, gate, sigmoid
-    norm = lambda name: 1 / np.sqrt((f(name) ** 2).sum(-1, keepdims=True) + 1e-6)
-    hat = lambda z: np.repeat(z, HV // H, axis=2)
-    unit = lambda d, name: hat(norm(name)) * (d - hat(f(name) * norm(name)) * (d * hat(f(name) * norm(name))).sum(-1, keepdims=True))
-    rate = np.exp(f("A_log"))[:, None]
-    arg = rate * (f("g") + f("dt_bias"))
-    slope = dg * BOUND * stages.sigmoid(arg) * stages.sigmoid(-arg)
-    d_raw = slope * rate
-    grads = dict(
-        dq=unit(dq, "q"), dk=unit(dk, "k"), dv=dv, dg=d_raw, dbeta=dbeta * beta * (1 - beta),
-        dA=(slope * arg).sum((0, 1, 3)), dbias=d_raw.sum((0, 1)),
-    )  # fmt: skip
+    front = [f(name) for name in ("q", "k", "g", "beta", "A_log", "dt_bias")]
+    dq, dk, dg, dbeta, dA = stages.gated_grads(*front, BOUND, dq, dk, dg, dbeta)
+    grads = dict(dq=dq, dk=dk, dv=dv, dg=dg, dbeta=dbeta, dA=dA.sum((0, 1, 3)), dbias=dg.sum((0, 1)))
     return p, dict(o=o, final=final, states=states, v_new=v_new), dict(d_initial=d_initial, d_states=d_states, d_v_new=d_v_new), grads
 
 
@@ -84,7 +66,12 @@ def check(found: dict, wanted, limit):
     assert not bad, bad
 
 
-CASES = [("production", 130, 64, 64, False), ("slow", 130, 128, 128, True), ("saturated", 65, 128, 128, False), ("mixed", 200, 128, 64, True)]
+CASES = [
+    ("production", 130, 64, 64, False),
+    ("slow", 130, 128, 128, True),
+    ("saturated", 65, 128, 128, False),
+    ("mixed", 200, 128, 64, True),
+]
 
 
 @pytest.fixture(scope="module", params=CASES, ids=lambda c: "-".join(map(str, c)))
@@ -100,7 +87,7 @@ def rounded(p):
 
 
 def test_prep(case):
-    x, T, K, n, (p, *_) = case
+    x, _, K, n, (p, *_) = case
     args = [x[name] for name in ("q", "k", "g", "beta", "A_log", "dt_bias", "ids")]
     for variant in getattr(triton_prep, "VARIANTS", (None,)):
         options = {} if variant is None else {"variant": variant}
@@ -112,7 +99,7 @@ def test_prep(case):
 
 
 def test_walk_forward(case):
-    x, T, K, n, (p, forward, *_) = case
+    x, _, _, n, (p, forward, *_) = case
     run = jax.jit(lambda p, v, s, b, keep, o: triton_walk.walk_forward(p, v, s, b, first=0, keep=keep, write_o=o), static_argnums=(4, 5))
     for keep, write_o in ((False, True), (True, True), (True, False), (False, False)):
         names = ("o", "final", "states", "v_new")
@@ -124,14 +111,14 @@ def test_walk_forward(case):
 
 
 def test_walk_reverse(case):
-    x, T, K, n, (p, _, reverse, _) = case
+    x, _, _, n, (p, _, reverse, _) = case
     run = jax.jit(lambda p, d, s, b: triton_walk.walk_reverse(p, d, s, b, first=0))
     d_initial, d_states, d_v_new = run(rounded(p), x["d_o"], x["d_state"][:, None], bounds(n))
     check(dict(d_initial=d_initial[:, 0], d_states=d_states, d_v_new=d_v_new), reverse, 6e-3)
 
 
 def test_walk_summary(case):
-    x, T, K, n, (p, forward, *_) = case
+    x, _, _, n, (p, forward, *_) = case
     add, matrix = jax.jit(lambda p, v, b: triton_walk.walk_summary(p, v, b, first=0))(rounded(p), x["v"], bounds(n))
     state = np.asarray(x["state"], np.float64)
     final = np.asarray(matrix[:, 0], np.float64) @ state + np.asarray(add[:, 0], np.float64)
@@ -139,7 +126,7 @@ def test_walk_summary(case):
 
 
 def test_grads(case):
-    x, T, K, n, (p, forward, reverse, wanted) = case
+    x, _, K, _, (p, forward, reverse, wanted) = case
     args = [x[name] for name in ("q", "k", "g", "beta", "A_log", "dt_bias", "ids")]
     args += [bf16(p.t), x["d_o"], bf16(forward["states"]), bf16(forward["v_new"]), bf16(reverse["d_states"]), bf16(reverse["d_v_new"])]
     for variant in getattr(triton_grads, "VARIANTS", (None,)):

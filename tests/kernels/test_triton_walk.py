@@ -11,12 +11,11 @@ pytest.importorskip("triton", reason="the kernels are Triton's Gluon; their sour
 sys.path.insert(0, os.path.dirname(__file__))
 import gluon_numpy as gn
 import kda_stages as stages
+from kda_inputs import REGIMES, make
 
 from moejax.kernels.kda import triton_launch, triton_walk
 
 bf16, C = gn.bf16, stages.C
-gn.register_asm("cvt.rn.bf16x2.f32 $0, $2, $1;", lambda x: x)  # the result is rounded to bfloat16 by its type
-REGIMES = ("production", "near zero", "saturated", "one slow channel")
 
 
 def descriptor(array, block_shape, layout=None):
@@ -52,31 +51,20 @@ def launch(monkeypatch):
 class Case:
     """Inputs of a walk: Prepared as the prep kernel leaves it (bfloat16), for float64 the same numbers."""
 
-    def __init__(self, t, k, v, *, b=1, hv=1, regime="production", documents=False, rows=None, seed=0):
+    def __init__(self, t, k, v, *, b=1, hv=1, regime="production", documents=False, seed=0):
         rng = np.random.default_rng(seed)
         n = -(-t // C)
-        unit = lambda x: x / np.linalg.norm(x, axis=-1, keepdims=True)
-        g = {
-            "production": -np.exp(rng.normal(0.8, 0.6, (b, t, hv, k))),
-            "near zero": -1e-3 * rng.random((b, t, hv, k)),
-            "saturated": np.full((b, t, hv, k), -5.0),
-            "one slow channel": np.where(np.arange(k) == 3, -1e-4, -np.exp(rng.normal(0.8, 0.6, (b, t, hv, k)))),
-        }[regime]
         ids = None
         if documents:
             ids = np.cumsum(rng.random((b, t)) < 0.05, axis=1)
             ids[:, C:] += 1  # one boundary at a chunk's start
-        x = stages.operands(
-            unit(rng.normal(size=(b, t, hv, k))), unit(rng.normal(size=(b, t, hv, k))), np.maximum(g, -5), rng.random((b, t, hv)), ids
-        )
-        exact = stages.prep(x, k**-0.5)
+        x = make(t, k, v, H=hv, HV=hv, B=b, regime=regime, ids=ids, fused=False, seed=seed)
+        exact = stages.prep(stages.operands(*(x[name] for name in ("q", "k", "g", "beta", "ids"))), k**-0.5)
         self.p = stages.Prepared(
             *[np.asarray(y, np.float32 if name == "decay" else bf16) for name, y in zip(exact._fields, exact, strict=True)]
         )
         self.exact = stages.Prepared(*[np.asarray(y, np.float64) for y in self.p])
-        self.v = rng.normal(size=(b, t, hv, v)).astype(bf16)
-        self.d_o = rng.normal(size=(b, t, hv, v)).astype(bf16)
-        self.state = rng.normal(size=(b, 1, hv, k, v)).astype(np.float32)
+        self.v, self.d_o, self.state = x["v"], x["d_o"], x["state"][:, None]
         self.bounds = np.tile(np.array([0, n], np.int32), (b, 1, 1))
         self.n = n
 
