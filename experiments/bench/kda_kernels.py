@@ -22,7 +22,8 @@ CHUNK, SEGMENT = 32, 4096
 def kernels():
     """The public functions of the Triton files. One that cannot be imported raises when it is called: the others are still timed."""
     found: dict[str, Any] = {"variants": {}}
-    for file, names in (("prep", ("prep",)), ("walk", ("walk_forward", "walk_reverse", "walk_summary")), ("grads", ("grads",))):
+    walks = ("walk_forward", "walk_both", "walk_reverse", "walk_summary")
+    for file, names in (("prep", ("prep",)), ("walk", walks), ("grads", ("grads",))):
         try:
             module = importlib.import_module(f"moejax.kernels.kda.triton_{file}")
             found |= {name: getattr(module, name) for name in names}
@@ -53,13 +54,16 @@ def stand_in():
         tokens, square = jnp.full((*lead, K), x), jnp.full((*lead, CHUNK), x)
         return Prepared(tokens, tokens, tokens, square, square, jnp.full((*lead[:3], K), x, jnp.float32))
 
-    def walk_forward(p, v, state, bounds, *, first, out=None, keep=False, write_o=True):
+    def walk_forward(p, v, state, bounds, *, first, out=None):
+        return v, state
+
+    def walk_both(p, v, state, d_o, d_state, bounds, *, first):
         V, lead = v.shape[3], p.neg_w.shape[:4]
         kept = (jnp.full((*lead[:3], V, p.neg_w.shape[4]), v.reshape(-1)[0]), jnp.full((*lead, V), v.reshape(-1)[0]))
-        return (v if write_o else None), state, *(kept if keep else (None, None))
+        return *kept, d_state, *kept
 
     def walk_reverse(p, d_o, d_state, bounds, *, first):
-        return d_state, *walk_forward(p, d_o, d_state, bounds, first=first, keep=True)[2:]
+        return d_state
 
     def walk_summary(p, v, bounds, *, first):
         lead = (*bounds.shape[:2], v.shape[2], p.neg_w.shape[4])
@@ -68,9 +72,8 @@ def stand_in():
     def grads(q, k, g, beta, A_log, dt_bias, ids, t, d_o, states, v_new, d_states, d_v_new, *, first, scale, lower_bound, fused, out=None):
         return q, k, d_o, g, beta, jnp.zeros(t.shape[:3]), jnp.zeros((*t.shape[:3], q.shape[3]))
 
-    return types.SimpleNamespace(
-        prep=prep, walk_forward=walk_forward, walk_reverse=walk_reverse, walk_summary=walk_summary, grads=grads, variants={}
-    )
+    walks = dict(walk_forward=walk_forward, walk_both=walk_both, walk_reverse=walk_reverse, walk_summary=walk_summary)
+    return types.SimpleNamespace(prep=prep, **walks, grads=grads, variants={})
 
 
 def size(*trees) -> int:
@@ -102,17 +105,19 @@ def stages(k, operands, lower_bound):
     inputs = (q, key, raw, logits, A_log, bias)
     straight, parts = bounds(batch, tokens, tokens), bounds(batch, tokens, SEGMENT)
     state = jnp.zeros((batch, 1, heads, K, V), jnp.float32)
+    ends = jnp.zeros((batch, parts.shape[1], heads, K, V), jnp.float32)
     prep = lambda k: lambda *x, **variant: k.prep(*x, None, chunks=chunks, **common, **variant)
-    forward = lambda k, keep, write_o: lambda p, v: k.walk_forward(p, v, state, straight, first=0, keep=keep, write_o=write_o)
-    reverse = lambda k: lambda p, d_o: k.walk_reverse(p, d_o, state, straight, first=0)
+    forward = lambda p, v: k.walk_forward(p, v, state, straight, first=0)
+    both = lambda k: lambda p, v, d_o: k.walk_both(p, v, state, d_o, state, straight, first=0)
+    reverse = lambda p, d_o: k.walk_reverse(p, d_o, ends, parts, first=0)
     summary = lambda p, v: k.walk_summary(p, v, parts, first=0)
     grads = lambda *x, **variant: k.grads(*x[:6], None, *x[6:], **common, **variant)
 
     dry = stand_in()
     p = first_run(prep(k), prep(dry), inputs)
-    kept = first_run(forward(k, True, True), forward(dry, True, True), (p, v))
-    back = first_run(reverse(k), reverse(dry), (p, v))
-    for_grads = (*inputs, p.t, v, *kept[2:], *back[1:])
+    d_o = v[:, ::-1]
+    kept = first_run(both(k), both(dry), (p, v, d_o))
+    for_grads = (*inputs, p.t, d_o, *kept[:2], *kept[3:])
 
     def variants(stage, function, args):
         names = k.variants.get(stage, ()) if "variant" in inspect.signature(getattr(k, stage)).parameters else ()
@@ -121,10 +126,9 @@ def stages(k, operands, lower_bound):
             yield f"{stage} [{name}]", lambda *x, name=name: function(*x, variant=name), args, ()
 
     yield from variants("prep", prep(k), inputs)
-    yield "walk forward", forward(k, False, True), (p, v), ()
-    yield "walk keep", forward(k, True, True), (p, v), ()
-    yield "walk keep, no o", forward(k, True, False), (p, v), ()
-    yield "walk reverse", reverse(k), (p, v), (p.t,)
+    yield "walk forward", forward, (p, v), ()
+    yield "walk both", both(k), (p, v, d_o), ()
+    yield "walk reverse", reverse, (p, v), (p.t,)
     yield "walk summary", summary, (p, v), (p.q_in, p.p)
     yield from variants("grads", grads, for_grads)
 

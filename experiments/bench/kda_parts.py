@@ -90,7 +90,7 @@ def conv() -> None:
     shape, size = f"T={TOKENS} C={CHANNELS} W=4", x.nbytes
     for name, packed in (("", None), (" packed", jnp.asarray(ids))):
         ours = lambda x, w, packed=packed: conv_silu_triton(x, w, segment_ids=packed)[0]
-        theirs = lambda x, w, packed=packed: short_conv(x, w, segment_ids=packed)[0]
+        theirs = lambda x, w, packed=packed: short_conv(x, w, segment_ids=packed, implementation="xla")[0]
         row(f"conv fwd{name}", shape, ours, theirs, 2 * size, (x, weight))
         row(f"conv fwd+bwd{name}", shape, with_gradients(ours), with_gradients(theirs), 5 * size, (x, weight, slope))
 

@@ -26,7 +26,7 @@ def implementation_on(platform: str | None, what: str, name: str | None, refused
     platform = jax.default_backend() if platform is None else platform
     if platform not in PLATFORMS:
         raise ValueError(f"platform={platform!r}; known platforms: {', '.join(PLATFORMS)}.")
-    if name in plain:
+    if name is not None and name in plain:
         return name
     reason = None if platform in ("cuda", "gpu") else f"its kernels run on NVIDIA GPUs, this is {platform!r}"
     reason = reason or refused or triton_launch.available()

@@ -1,8 +1,8 @@
 """KDA on NVIDIA Hopper: how the GPU kernels (triton_prep, triton_walk, triton_grads) make up a forward and a backward pass.
 
 A row is cut into chunks of 32 tokens. Forward: `prep` brings every chunk into the form S -> decay * S + K^T V', then
-`walk_forward` carries the state through the chunks. Backward: prep and the walk again (now keeping states), `walk_reverse` carries
-the state's gradient back, `grads` gives everything else chunk by chunk. What lies between the kernels (0.9 to 3.5 KB a token and
+`walk_forward` carries the state through the chunks. Backward: prep again, `walk_both` walks again (now keeping states) and carries the
+state's gradient back, `grads` gives everything else chunk by chunk. What lies between the kernels (0.9 to 3.5 KB a token and
 head) is bounded by doing this window by window, the backward pass from right to left; one state a window is kept for it.
 A window's border changes no bit: the state crosses it in float32, as it crosses from chunk to chunk.
 
@@ -48,6 +48,7 @@ class Plan(NamedTuple):
 class Stages(NamedTuple):
     prep: Any
     walk_forward: Any
+    walk_both: Any
     walk_reverse: Any
     walk_summary: Any
     grads: Any
@@ -61,9 +62,9 @@ def stages() -> Stages:
     from .triton_grads import grads
     from .triton_prep import prep
     from .triton_segments import fold_gradients, fold_states
-    from .triton_walk import walk_forward, walk_reverse, walk_summary
+    from .triton_walk import walk_both, walk_forward, walk_reverse, walk_summary
 
-    return Stages(prep, walk_forward, walk_reverse, walk_summary, grads, fold_states, fold_gradients)
+    return Stages(prep, walk_forward, walk_both, walk_reverse, walk_summary, grads, fold_states, fold_gradients)
 
 
 def kernel_size(channels: int) -> int:
@@ -262,7 +263,7 @@ def _forward(plan: Plan, shared, rows):
             state, _ = run.fold_states(state[:, 0], add, matrix)
         starts.append(state)
         matrices.append(matrix)
-        o, state, _, _ = run.walk_forward(p, v, state, bounds, first=first, out=o)
+        o, state = run.walk_forward(p, v, state, bounds, first=first, out=o)
         state = state if ranges is not None else state[:, -1:]
     return o, state if ranges is not None else state[:, 0], tuple(starts), tuple(matrices)
 
@@ -284,10 +285,9 @@ def _backward(plan: Plan, shared, rows):
         p = run.prep(q, k, g, beta, *shared, ids, first=first, chunks=chunks, **options)
         if matrices[number] is not None:
             zero = jnp.zeros((*bounds.shape[:2], *d_state.shape[2:]), d_state.dtype)
-            add, _, _ = run.walk_reverse(p, d_o, match_varying(zero, d_state), bounds, first=first)
+            add = run.walk_reverse(p, d_o, match_varying(zero, d_state), bounds, first=first)
             d_state, _ = run.fold_gradients(d_state[:, 0], add, matrices[number])
-        _, _, states, v_new = run.walk_forward(p, v, starts[number], bounds, first=first, keep=True, write_o=False)
-        d_state, d_states, d_v_new = run.walk_reverse(p, d_o, d_state, bounds, first=first)
+        states, v_new, d_state, d_states, d_v_new = run.walk_both(p, v, starts[number], d_o, d_state, bounds, first=first)
         *out, d_A, d_bias = run.grads(
             q, k, g, beta, *shared, ids, p.t, d_o, states, v_new, d_states, d_v_new, first=first, out=out and tuple(out), **options
         )

@@ -153,7 +153,7 @@ def _outputs(plan: Plan, shared, rows):
         if segments is not None:
             state, _ = run.fold_states(state[:, 0], *segments)
         starts.append(state)
-        o, state, _, _ = run.walk_forward(p, v, state, _bounds(plan, first, chunks, v.shape[0], None), first=first, out=o)
+        o, state = run.walk_forward(p, v, state, _bounds(plan, first, chunks, v.shape[0], None), first=first, out=o)
         state = state[:, -1:]
     return o, state[:, 0], tuple(starts)
 
@@ -168,9 +168,9 @@ def _start_gradient(plan: Plan, shared, rows):
         p = _prepare(plan, shared, rows, first, chunks)
         bounds = _bounds(plan, first, chunks, d_o.shape[0], None)
         if matrix is None:
-            d_state, _, _ = run.walk_reverse(p, d_o, d_state, bounds, first=first)
+            d_state = run.walk_reverse(p, d_o, d_state, bounds, first=first)
         else:
             zero = jnp.zeros((*bounds.shape[:2], *d_state.shape[2:]), d_state.dtype)
-            add, _, _ = run.walk_reverse(p, d_o, match_varying(zero, d_state), bounds, first=first)
+            add = run.walk_reverse(p, d_o, match_varying(zero, d_state), bounds, first=first)
             d_state = run.fold_gradients(d_state[:, 0], add, matrix)[1][:, None]
     return d_state[:, 0]

@@ -67,7 +67,7 @@ def test_rehearsal(bench, monkeypatch, capsys, tmp_path):
     assert set(errors["ours"]) == {"o", "state", *(f"d{name}" for name in bench.OPERANDS)} and max(errors["ours"].values()) < 5e-3
     assert max(*errors["cuDNN"].values(), *errors["cuDNN bare"].values()) < 1e-6
     stages = {row["stage"]: row for row in result["stages"]}
-    assert len(stages) == 7 and all(row["error"] is None and row["ms"] > 0 for row in stages.values())
+    assert len(stages) == 6 and all(row["error"] is None and row["ms"] > 0 for row in stages.values())
 
 
 def test_a_failing_row_costs_only_itself(bench, monkeypatch, capsys):
@@ -111,6 +111,6 @@ def test_stage_bytes(bench):
         found[name] = (stages.size(args) - stages.size(skipped) + stages.size(out) - stages.size(small)) / tokens / heads
     summary = found.pop("walk summary")
     assert found == {
-        "prep": 1682, "walk forward": 1424, "walk keep": 2704, "walk keep, no o": 2448, "walk reverse": 2384, "grads": 4692.125,
+        "prep": 1682, "walk forward": 1424, "walk both": 3984, "walk reverse": 1104, "grads": 4692.125,
     }  # fmt: skip
     assert summary == 848

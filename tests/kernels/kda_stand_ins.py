@@ -7,7 +7,6 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from moejax.kernels.kda import api, triton
@@ -36,10 +35,9 @@ def to_tokens(x, out, tokens, first):
     """[B,HV,n,C,D] into out [B,T,HV,D] (NaN when None), from chunk `first`; NaN in x means not written."""
     x = jnp.moveaxis(x, 1, 3)
     x = x.reshape(x.shape[0], -1, *x.shape[3:])[:, : tokens - first * C]
-    if out is None:
-        out = jnp.full((x.shape[0], tokens, *x.shape[2:]), NAN, x.dtype)
-    old = out[:, first * C : first * C + x.shape[1]]
-    return out.at[:, first * C : first * C + x.shape[1]].set(jnp.where(jnp.isnan(x), old, x))
+    # Not x.at[].set: of a whole row it leaves a constant of size 0, over which Shardy of jaxlib 0.11.2 crashes in shard_map.
+    x = jnp.pad(x, [(0, 0), (first * C, tokens - first * C - x.shape[1]), (0, 0), (0, 0)], constant_values=NAN)
+    return x if out is None else jnp.where(jnp.isnan(x), out, x)
 
 
 def operands(q, k, g, beta, A_log, dt_bias, ids, first, n, lower_bound, fused):
@@ -59,8 +57,17 @@ def operands(q, k, g, beta, A_log, dt_bias, ids, first, n, lower_bound, fused):
 
 def pairs(g, same):
     G = jnp.cumsum(g, axis=3)
-    below, strict = np.tri(C, dtype=bool) & same, np.tri(C, k=-1, dtype=bool) & same
+    below, strict = jnp.tri(C, dtype=bool) & same, jnp.tri(C, k=-1, dtype=bool) & same
     return G, jnp.exp(jnp.minimum(G[..., :, None, :] - G[..., None, :, :], 0)), below, strict
+
+
+def inverse(lower):
+    """(I + lower)^-1 of strictly lower triangular [C,C]. Not jnp.linalg.inv: its thread pool and collectives of 8 CPU devices deadlock."""
+    power, x = -lower, jnp.eye(C) - lower
+    for _ in range(4):
+        power = power @ power
+        x = x + power @ x
+    return x
 
 
 def prep(q, k, g, beta, A_log, dt_bias, ids, *, first, chunks, scale, lower_bound, fused):
@@ -68,7 +75,7 @@ def prep(q, k, g, beta, A_log, dt_bias, ids, *, first, chunks, scale, lower_boun
     G, pair, below, strict = pairs(g, same)
     p = jnp.where(below, jnp.einsum("...id,...jd,...ijd->...ij", scale * q, k, pair), 0)
     overlaps = jnp.where(strict, jnp.einsum("...id,...jd,...ijd->...ij", k, k, pair), 0)
-    t = jnp.linalg.inv(jnp.eye(C) + beta * overlaps) * jnp.swapaxes(beta, -1, -2)
+    t = inverse(beta * overlaps) * jnp.swapaxes(beta, -1, -2)
     end = G[..., -1:, :]
     return Prepared(
         neg_w=-t @ jnp.where(enter, k * jnp.exp(G), 0),
@@ -101,19 +108,35 @@ def walk(step, state, bounds, first, arrays, reverse=False):
     return state, lax.optimization_barrier(tuple(jnp.moveaxis(y, 0, 2) for y in outputs))
 
 
-def walk_forward(p, v, state, bounds, *, first, out=None, keep=False, write_o=True):
+def forward(p, v, state, bounds, first):
+    """-> final, o, states, v_new"""
+
     def step(s, neg_w, q_in, k_out, t, p, decay, v):
         new = t @ v + neg_w @ T_(s)
         o = q_in @ T_(s) + p @ new
         return s * decay[..., None, :] + T_(new) @ k_out, (o, s, new)
 
     v_chunks = to_chunks(v, v.shape[2], first, p.t.shape[2])
-    final, (o, states, v_new) = walk(step, T_(state), bounds, first, (*p, v_chunks))
-    o = to_tokens(o, out, v.shape[1], first) if write_o else None
-    return o, T_(final), states if keep else None, v_new if keep else None
+    final, outputs = walk(step, T_(state), bounds, first, (*p, v_chunks))
+    return T_(final), *outputs
+
+
+def walk_forward(p, v, state, bounds, *, first, out=None):
+    final, o, _, _ = forward(p, v, state, bounds, first)
+    return to_tokens(o, out, v.shape[1], first), final
+
+
+def walk_both(p, v, state, d_o, d_state, bounds, *, first):
+    return *forward(p, v, state, bounds, first)[2:], *reverse(p, d_o, d_state, bounds, first)
 
 
 def walk_reverse(p, d_o, d_state, bounds, *, first):
+    return reverse(p, d_o, d_state, bounds, first)[0]
+
+
+def reverse(p, d_o, d_state, bounds, first):
+    """-> d_initial, d_states, d_v_new"""
+
     def step(ds, neg_w, q_in, k_out, t, p, decay, d_o):
         d_v = T_(p) @ d_o + k_out @ T_(ds)
         return ds * decay[..., None, :] + T_(d_o) @ q_in + T_(d_v) @ neg_w, (ds, d_v)
@@ -128,7 +151,7 @@ def walk_summary(p, v, bounds, *, first):
     start = jnp.concatenate([jnp.zeros((keys, size)), jnp.eye(keys)], axis=1)
     start = jnp.broadcast_to(start, (batch, walks, heads, keys, size + keys)) + 0 * v[:1, :1, :1, :1, None]
     wide = jnp.pad(v, [(0, 0)] * 3 + [(0, keys)])
-    _, final, _, _ = walk_forward(p, wide, start, bounds, first=first, write_o=False)
+    final = forward(p, wide, start, bounds, first)[0]
     return final[..., :size], final[..., size:]
 
 
@@ -195,7 +218,7 @@ def grads(q, k, g, beta, A_log, dt_bias, ids, t, d_o, states, v_new, d_states, d
 
 def use(monkeypatch):
     """kda and gated_kda take the kernels' path, over the stand-ins, for 8, 16 and 32 channels."""
-    stand_ins = triton.Stages(prep, walk_forward, walk_reverse, walk_summary, grads, fold_states, fold_gradients)
+    stand_ins = triton.Stages(prep, walk_forward, walk_both, walk_reverse, walk_summary, grads, fold_states, fold_gradients)
     monkeypatch.setattr(triton, "stages", lambda: stand_ins)
     monkeypatch.setattr(triton, "SIZES", (8, 16, 32))
     choose = api._choose

@@ -4,7 +4,9 @@ Needs Python 3.12, jax-triton, Triton and the CUDA plugin of JAX (jax-cuda13-plu
 Shapes: B batch, T tokens, C channels, D model width, H heads, K = V channels of a head, R rank, W = 4 taps.
 """
 
+import os
 import re
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -142,6 +144,7 @@ def test_decode():
 def test_what_xla_makes_of_it():
     """Compiled for an H200 that is not here: no branch is left, a donated state is written in place, a scan keeps inputs only."""
     pytest.importorskip("jax_plugins.xla_cuda13", reason="the CUDA runtime of JAX is not installed (pip install jax-cuda13-pjrt)")
+    sys.path.insert(0, os.path.dirname(__file__))
     from test_triton_lowering import TARGET
 
     try:

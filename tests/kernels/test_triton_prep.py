@@ -49,7 +49,7 @@ def inputs(seed, B, T, H, HV, K, gate, fused, wide, spare=0, lower_bound=-5.0):
     return *arrays, A_log, dt_bias
 
 
-def run(q, k, g, beta, A_log, dt_bias, ids, tokens, first, chunks, fused, lower_bound=-5.0, variant="five", **options):
+def run(q, k, g, beta, A_log, dt_bias, ids, tokens, first, chunks, fused, lower_bound=-5.0, variant="early", **options):
     B, _, H, K = q.shape
     HV = g.shape[2]
     poison = lambda *shape, dtype=gn.bf16: np.full((B, HV, chunks, *shape), np.nan, dtype)
@@ -140,10 +140,9 @@ def test_every_wait_is_there(seed):
         np.testing.assert_array_equal(a, b)
 
 
-@pytest.mark.parametrize("variant", [x for x in VARIANTS if x != "five"])
-def test_variants_give_the_same_bits(variant):
+def test_late_loads_give_the_same_bits():
     x = inputs(11, 2, 70, 1, 2, 64, "usual", True, False)
-    for a, b in zip(run(*x, None, 70, 0, 3, True, variant=variant), run(*x, None, 70, 0, 3, True), strict=True):
+    for a, b in zip(run(*x, None, 70, 0, 3, True, variant="late"), run(*x, None, 70, 0, 3, True), strict=True):
         np.testing.assert_array_equal(a, b)
 
 

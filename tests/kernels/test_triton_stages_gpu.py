@@ -98,23 +98,31 @@ def test_prep(case):
         assert all(np.array_equal(np.asarray(a), np.asarray(b)) for a, b in zip(found, again, strict=True))
 
 
-def test_walk_forward(case):
+def test_walk_forward(case, monkeypatch):
     x, _, _, n, (p, forward, *_) = case
-    run = jax.jit(lambda p, v, s, b, keep, o: triton_walk.walk_forward(p, v, s, b, first=0, keep=keep, write_o=o), static_argnums=(4, 5))
-    for keep, write_o in ((False, True), (True, True), (True, False), (False, False)):
-        names = ("o", "final", "states", "v_new")
-        found = run(rounded(p), x["v"], x["state"][:, None], bounds(n), keep, write_o)
-        found = {name: value for name, value in zip(names, found, strict=True) if value is not None}
-        assert ("o" in found) == write_o and ("states" in found) == keep
-        found["final"] = found["final"][:, 0]
-        check(found, forward, 6e-3)
+    found = []
+    for processors in (132, 1):  # 1: as if the programs were more than the processors
+        monkeypatch.setattr(triton_walk, "MULTIPROCESSORS", processors)
+        run = jax.jit(lambda *a: triton_walk.walk_forward(*a, first=0))
+        found.append(run(rounded(p), x["v"], x["state"][:, None], bounds(n)))
+        check(dict(o=found[-1][0], final=found[-1][1][:, 0]), forward, 6e-3)
+    assert all(np.array_equal(np.asarray(a), np.asarray(b)) for a, b in zip(*found, strict=True))
 
 
-def test_walk_reverse(case):
-    x, _, _, n, (p, _, reverse, _) = case
-    run = jax.jit(lambda p, d, s, b: triton_walk.walk_reverse(p, d, s, b, first=0))
-    d_initial, d_states, d_v_new = run(rounded(p), x["d_o"], x["d_state"][:, None], bounds(n))
-    check(dict(d_initial=d_initial[:, 0], d_states=d_states, d_v_new=d_v_new), reverse, 6e-3)
+def test_walk_both(case, monkeypatch):
+    x, _, _, n, (p, forward, reverse, _) = case
+    found, ends = [], (x["d_o"], x["d_state"][:, None])
+    for processors in (132, 1, 1):
+        monkeypatch.setattr(triton_walk, "MULTIPROCESSORS", processors)
+        run = jax.jit(lambda *a: triton_walk.walk_both(*a, first=0))
+        states, v_new, d_initial, d_states, d_v_new = run(rounded(p), x["v"], x["state"][:, None], *ends, bounds(n))
+        check(dict(states=states, v_new=v_new), forward, 6e-3)
+        check(dict(d_initial=d_initial[:, 0], d_states=d_states, d_v_new=d_v_new), reverse, 6e-3)
+        alone = jax.jit(lambda *a: triton_walk.walk_reverse(*a, first=0))(rounded(p), *ends, bounds(n))
+        found.append((states, v_new, d_initial, d_states, d_v_new))
+        assert np.array_equal(np.asarray(alone), np.asarray(d_initial))
+    for other in found[1:]:
+        assert all(np.array_equal(np.asarray(a), np.asarray(b)) for a, b in zip(found[0], other, strict=True))
 
 
 def test_walk_summary(case):

@@ -6,7 +6,6 @@ Shapes: R shards, B batch, T tokens of the whole row, H query/key heads, HV valu
 
 import functools
 import os
-import pathlib
 import sys
 
 import jax
@@ -15,8 +14,8 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType
 
-FOLDERS = (pathlib.Path(__file__).parents[1] / "kernels", pathlib.Path(__file__).parent)
-sys.path[:0] = [os.fspath(folder) for folder in FOLDERS]
+sys.path.insert(0, os.path.dirname(__file__))
+sys.path.insert(0, os.path.join(os.path.dirname(__file__), "..", "kernels"))
 import kda_stand_ins
 from test_sequence_kda import collectives, documents
 
