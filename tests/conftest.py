@@ -4,11 +4,11 @@ import os
 import pathlib
 import sys
 
-ON_GPU = "gpu" in sys.argv  # pytest -m gpu: the card first, and the CPU for float64 references
-os.environ.setdefault("JAX_PLATFORMS", "cuda,cpu" if ON_GPU else "cpu")
+# pytest -m gpu: the card first, and the CPU for float64 references.
+os.environ.setdefault("JAX_PLATFORMS", "cuda,cpu" if "gpu" in sys.argv else "cpu")
 if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
     os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
-if "xla_backend_optimization_level" not in os.environ["XLA_FLAGS"] and not ON_GPU:
+if "xla_backend_optimization_level" not in os.environ["XLA_FLAGS"] and "gpu" not in sys.argv:
     # Tests compile far more than they compute: without LLVM's optimiser a train step compiles in less than half the time.
     os.environ["XLA_FLAGS"] += " --xla_backend_optimization_level=0"
 

@@ -4,12 +4,10 @@ Bytes are those of the arrays a stage must read and write once, counted from the
 call that runs it on several input sets (as many as fit in `room` bytes), because a call of its own costs 0.1 ms on the host; every
 output is returned, or XLA would drop the kernel.
 
-Variants: a stage's module may have VARIANTS, names for the keyword `variant` of its public function; each is timed. Shapes as in the
-kernels: B batch, T tokens, H heads, K, V channels, N chunks of C = 32 tokens, S walks a row; scratch is [B,H,N,...].
+Shapes as in the kernels: B batch, T tokens, H heads, K, V channels, N chunks of C = 32 tokens, S walks a row; scratch is [B,H,N,...].
 """
 
 import importlib
-import inspect
 import types
 from typing import Any
 
@@ -21,13 +19,12 @@ CHUNK, SEGMENT = 32, 4096
 
 def kernels():
     """The public functions of the Triton files. One that cannot be imported raises when it is called: the others are still timed."""
-    found: dict[str, Any] = {"variants": {}}
+    found: dict[str, Any] = {}
     walks = ("walk_forward", "walk_both", "walk_reverse", "walk_summary")
     for file, names in (("prep", ("prep",)), ("walk", walks), ("grads", ("grads",))):
         try:
             module = importlib.import_module(f"moejax.kernels.kda.triton_{file}")
             found |= {name: getattr(module, name) for name in names}
-            found["variants"][file] = tuple(getattr(module, "VARIANTS", ()))
         except (ImportError, AttributeError) as error:
             found |= {name: missing(error) for name in names}
     return types.SimpleNamespace(**found)
@@ -73,7 +70,7 @@ def stand_in():
         return q, k, d_o, g, beta, jnp.zeros(t.shape[:3]), jnp.zeros((*t.shape[:3], q.shape[3]))
 
     walks = dict(walk_forward=walk_forward, walk_both=walk_both, walk_reverse=walk_reverse, walk_summary=walk_summary)
-    return types.SimpleNamespace(prep=prep, **walks, grads=grads, variants={})
+    return types.SimpleNamespace(prep=prep, **walks, grads=grads)
 
 
 def size(*trees) -> int:
@@ -106,12 +103,12 @@ def stages(k, operands, lower_bound):
     straight, parts = bounds(batch, tokens, tokens), bounds(batch, tokens, SEGMENT)
     state = jnp.zeros((batch, 1, heads, K, V), jnp.float32)
     ends = jnp.zeros((batch, parts.shape[1], heads, K, V), jnp.float32)
-    prep = lambda k: lambda *x, **variant: k.prep(*x, None, chunks=chunks, **common, **variant)
+    prep = lambda k: lambda *x: k.prep(*x, None, chunks=chunks, **common)
     forward = lambda p, v: k.walk_forward(p, v, state, straight, first=0)
     both = lambda k: lambda p, v, d_o: k.walk_both(p, v, state, d_o, state, straight, first=0)
     reverse = lambda p, d_o: k.walk_reverse(p, d_o, ends, parts, first=0)
     summary = lambda p, v: k.walk_summary(p, v, parts, first=0)
-    grads = lambda *x, **variant: k.grads(*x[:6], None, *x[6:], **common, **variant)
+    grads = lambda *x: k.grads(*x[:6], None, *x[6:], **common)
 
     dry = stand_in()
     p = first_run(prep(k), prep(dry), inputs)
@@ -119,18 +116,12 @@ def stages(k, operands, lower_bound):
     kept = first_run(both(k), both(dry), (p, v, d_o))
     for_grads = (*inputs, p.t, d_o, *kept[:2], *kept[3:])
 
-    def variants(stage, function, args):
-        names = k.variants.get(stage, ()) if "variant" in inspect.signature(getattr(k, stage)).parameters else ()
-        yield stage, function, args, ()
-        for name in names:
-            yield f"{stage} [{name}]", lambda *x, name=name: function(*x, variant=name), args, ()
-
-    yield from variants("prep", prep(k), inputs)
+    yield "prep", prep(k), inputs, ()
     yield "walk forward", forward, (p, v), ()
     yield "walk both", both(k), (p, v, d_o), ()
     yield "walk reverse", reverse, (p, v), (p.t,)
     yield "walk summary", summary, (p, v), (p.q_in, p.p)
-    yield from variants("grads", grads, for_grads)
+    yield "grads", grads, for_grads, ()
 
 
 def copies(args, n):

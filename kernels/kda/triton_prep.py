@@ -1,6 +1,6 @@
 """The first kernel of KDA on Hopper: from the inputs of one chunk and head to what the walk over the states needs (`Prepared`).
 
-One program of 4 warps takes one chunk of 32 tokens of one head. At K = 128 it lives on 105 registers a thread and 45 KB of shared memory, 
+One program of 4 warps takes one chunk of 32 tokens of one head. At K = 128 it lives on 105 registers a thread and 45 KB of shared memory,
 so that 4 programs (16 warps) share an SM: the kernel waits for memory and short dependent steps, and only other programs fill that time.
 (5 programs of 96 registers are 10% slower: one H200, 96 heads, 8192 tokens, 0.438 ms against 0.400.)
 Shared memory is what they compete for: 1276 accesses of 128 bytes a chunk, none of them a bank conflict (2400 before triton_inverse).
@@ -213,7 +213,7 @@ def _loads(
 def prep_kernel(
     q, k, g, beta, rate, bias, ids, neg_w, q_in, k_out, t_out, p_out, decay, tokens, first, chunks,
     H: gl.constexpr, HV: gl.constexpr, K: gl.constexpr, SCALE: gl.constexpr, LOWER: gl.constexpr, OFF: gl.constexpr,
-    FUSED: gl.constexpr, HAS_RATE: gl.constexpr, HAS_BIAS: gl.constexpr, PACKED: gl.constexpr, EARLY: gl.constexpr,
+    FUSED: gl.constexpr, HAS_RATE: gl.constexpr, HAS_BIAS: gl.constexpr, PACKED: gl.constexpr,
 ):  # fmt: skip
     """Operands, outputs (from neg_w on), scalars. Grid (HV, chunks, B): heads are the fastest, for a token's heads lie side by side."""
     ROWS: gl.constexpr = _rows(K)
@@ -239,9 +239,9 @@ def prep_kernel(
     line = gl.arange(0, TILE, gl.SliceLayout(1, ROWS))[:, None]
     lane = gl.arange(0, K, gl.SliceLayout(0, ROWS))[None, :]
     # The compiler would move loads behind the work on the gates, to save registers. No load passes a barrier; and with the gates' factor
-    # read back from behind it (EARLY), no work on them passes it the other way.
+    # read back from behind it, no work on them passes it the other way.
     there = gl.allocate_shared_memory(gl.float32, [1, 1, 1], gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0]))
-    if EARLY and HAS_RATE:
+    if HAS_RATE:
         there.store(gl.zeros([1, 1, 1], gl.float32, _columns(K)) + speed)
         speed = there.load(_columns(K))
     else:
@@ -370,13 +370,8 @@ def prep_kernel(
     gl.store(neg_w + place * (C * K) + y * K + lane, turned.load(ROWS))
 
 
-# Whether all loads come before the work on the gates; the bits are the same.
-VARIANTS = {"early": True, "late": False}
-
-
 def prep(
-    q, k, g, beta, A_log, dt_bias, ids, *, first: int, chunks: int, scale: float, lower_bound: float, fused: bool,
-    variant: str = "early",
+    q, k, g, beta, A_log, dt_bias, ids, *, first: int, chunks: int, scale: float, lower_bound: float, fused: bool
 ) -> Prepared:  # fmt: skip
     """Chunks first .. first+chunks-1 of every row.
 
@@ -406,7 +401,7 @@ def prep(
         out_type=(token_like, token_like, token_like, square, square, shape(channels, dtype=jnp.float32)),
         grid=(values, chunks, batch),
         num_warps=4,
-        **launch_constants(heads, values, channels, scale, lower_bound, fused, A_log, dt_bias, ids, VARIANTS[variant]),
+        **launch_constants(heads, values, channels, scale, lower_bound, fused, A_log, dt_bias, ids),
         tokens=tokens,
         first=first,
         chunks=chunks,
@@ -414,7 +409,7 @@ def prep(
     return Prepared(*outputs)
 
 
-def launch_constants(heads, values, channels, scale, lower_bound, fused, A_log, dt_bias, ids, early=True):
+def launch_constants(heads, values, channels, scale, lower_bound, fused, A_log, dt_bias, ids):
     return dict(
         H=heads,
         HV=values,
@@ -427,5 +422,4 @@ def launch_constants(heads, values, channels, scale, lower_bound, fused, A_log, 
         HAS_RATE=fused and A_log is not None,
         HAS_BIAS=fused and dt_bias is not None,
         PACKED=ids is not None,
-        EARLY=early,
     )

@@ -3,8 +3,9 @@
 As with the segments of one device: a first walk over each shard gives its affine map S -> M S + A, the caller folds the maps of the
 shards before this one, a second walk starts from the true state. Backward the same from the right: a walk gives what the shard's own
 outputs contribute to the gradient of its entry state, the caller folds, and the backward pass of triton.py starts from the true gradient.
-A second walk costs less than the K more value columns of a pass that would give the outputs of every entry state, and it keeps bfloat16
-operands of at most 128 + 128 columns. One prep serves both walks forward where the shard is one window; else SCRATCH would bound nothing.
+One pass that gives the outputs of every entry state would need V + K value columns with outputs, kept states and gradients, so twice the
+work of the backward pass at K = V (by count, not measured); here only the first walk has them. One prep serves both walks forward where
+the shard is one window; over several windows it is done again, else SCRATCH would bound nothing.
 
 Shapes: B batch, T tokens of the shard, H query/key heads, HV value heads, K, V channels, S segments of a window.
 """

@@ -6,8 +6,8 @@ nothing of other shards; after one all-gather of the summaries [B | M] each shar
 * In XLA one pass over the tokens with the value channels [v | 0_K] and the entry state [0 | I_K] gives [O | Q] and [B | M], all in
   float32, and Q S is added after the gather. A separate pass for the summaries would prepare every chunk (scores, inverse) twice
   and let the second pass wait for the gather.
-* The GPU kernels prepare once, a walk gives [B | M], another one from the true entry state gives the outputs (triton_shards). K more
-  value channels would cost more than the second walk. Backward: a walk gives what a shard's own outputs contribute to the gradient
+* The GPU kernels prepare once, a walk gives [B | M], another one from the true entry state gives the outputs (triton_shards): the
+  backward pass then works on V columns, not on V + K. Backward: a walk gives what a shard's own outputs contribute to the gradient
   of its entry state, c; one all-gather of [c | M] and a fold from the right, dS = c + M^T dS', give each shard the true gradient at
   its end, and its own backward pass does the rest.
 
@@ -109,7 +109,7 @@ def sequence_gated_kda(
 def _over_shards(run: Any, operands, gate, initial_state, segment_ids, output_final_state, axis, options):
     """run(*operands, *gate), which is kda or gated_kda, of the whole row; the operands are checked. options: lower_bound, scale,
     num_segments, implementation."""
-    q, _, v = operands[:3]
+    q, k, v, g, beta = operands
     num_segments, lower_bound = options["num_segments"], options["lower_bound"]
     api.check_segments(segment_ids, num_segments, q.shape[:2])
     api.check_initial_state(initial_state, num_segments, v.shape, q.shape[3])
@@ -119,7 +119,7 @@ def _over_shards(run: Any, operands, gate, initial_state, segment_ids, output_fi
         o, final = run(*operands, *gate, **options)
         return o, None if final is None else of_last_shard(final, axis=axis)
 
-    name = api._choose(options["implementation"], *operands, initial_state, lower_bound)
+    name = api._choose(options["implementation"], q, k, v, g, beta, initial_state, lower_bound)
     if num_segments is not None and name in ("triton", "lowered"):
         if options["implementation"] == "triton":
             raise NotImplementedError(
@@ -186,14 +186,14 @@ class Shards:
         documents = None if ids is None else all_documents(ids[..., 0], ids[..., 1])
         return _entry_state(summaries, initial, None, documents, self.axis), documents
 
-    def leaving(self, d_add, matrix, documents: Documents | None):
+    def leaving(self, d_add, matrix, others: Documents | None):
         """Fold of the later shards: d_add [B,HV,K,V] of each, at its start -> the gradient at this shard's end.
 
         The matrices are gathered once more: kept since the forward pass they would take R [B,HV,K,K] a layer.
         """
         (parts,), _ = gather_shards([jnp.concatenate([d_add, matrix], axis=-1)], None, axis=self.axis)
         number, size = lax.axis_index(self.axis), d_add.shape[-1]
-        first, before = (None, None) if documents is None else (documents.first, documents.before)
+        first, before = (None, None) if others is None else (others.first, others.before)
 
         def step(d_end, shard):
             r, part, first, before = shard

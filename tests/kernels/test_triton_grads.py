@@ -256,7 +256,7 @@ def test_wrapper_lowers(fused):
         def run(*operands):
             out = None
             for first in windows:
-                out = triton_grads.grads(*operands, first=first, scale=0.125, lower_bound=-5.0, fused=fused, out=out, variant="4 warps")
+                out = triton_grads.grads(*operands, first=first, scale=0.125, lower_bound=-5.0, fused=fused, out=out)
             return out
 
         lowered = jax.jit(run).trace(*operands).lower(lowering_platforms=("cuda",))

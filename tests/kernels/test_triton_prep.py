@@ -19,7 +19,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from kernels.kda.triton_inverse import WIDEN, inverses
-from kernels.kda.triton_prep import KEEP, NEGATED, VARIANTS, Prepared, launch_constants, prep_kernel
+from kernels.kda.triton_prep import KEEP, NEGATED, Prepared, launch_constants, prep_kernel
 
 gn.register_asm(NEGATED.value, lambda x: np.exp2(-x))
 gn.register_asm(KEEP.value, lambda x, bits: np.where(bits != 0, x, x.dtype.type(0)))
@@ -49,7 +49,7 @@ def inputs(seed, B, T, H, HV, K, gate, fused, wide, spare=0, lower_bound=-5.0):
     return *arrays, A_log, dt_bias
 
 
-def run(q, k, g, beta, A_log, dt_bias, ids, tokens, first, chunks, fused, lower_bound=-5.0, variant="early", **options):
+def run(q, k, g, beta, A_log, dt_bias, ids, tokens, first, chunks, fused, lower_bound=-5.0, **options):
     B, _, H, K = q.shape
     HV = g.shape[2]
     poison = lambda *shape, dtype=gn.bf16: np.full((B, HV, chunks, *shape), np.nan, dtype)
@@ -58,7 +58,7 @@ def run(q, k, g, beta, A_log, dt_bias, ids, tokens, first, chunks, fused, lower_
     gn.run(
         prep_kernel, (HV, chunks, B), q, k, g, beta, unused(A_log), unused(dt_bias), unused(ids), *out,
         tokens, first, chunks,
-        **launch_constants(H, HV, K, K**-0.5, lower_bound, fused, A_log, dt_bias, ids, VARIANTS[variant]), **options,
+        **launch_constants(H, HV, K, K**-0.5, lower_bound, fused, A_log, dt_bias, ids), **options,
     )  # fmt: skip
     return out
 
@@ -137,12 +137,6 @@ def test_every_wait_is_there(seed):
     x = inputs(10, 1, 33, 1, 1, 64, "usual", True, False)
     late = run(*x, None, 33, 0, 2, True, fence=True, delay=True, seed=seed)
     for a, b in zip(late, run(*x, None, 33, 0, 2, True), strict=True):
-        np.testing.assert_array_equal(a, b)
-
-
-def test_late_loads_give_the_same_bits():
-    x = inputs(11, 2, 70, 1, 2, 64, "usual", True, False)
-    for a, b in zip(run(*x, None, 70, 0, 3, True, variant="late"), run(*x, None, 70, 0, 3, True), strict=True):
         np.testing.assert_array_equal(a, b)
 
 

@@ -89,13 +89,11 @@ def rounded(p):
 def test_prep(case):
     x, _, K, n, (p, *_) = case
     args = [x[name] for name in ("q", "k", "g", "beta", "A_log", "dt_bias", "ids")]
-    for variant in getattr(triton_prep, "VARIANTS", (None,)):
-        options = {} if variant is None else {"variant": variant}
-        run = jax.jit(lambda *a: triton_prep.prep(*a, first=0, chunks=n, scale=K**-0.5, lower_bound=BOUND, fused=True, **options))  # noqa: B023
-        found = run(*args)
-        check(found._asdict(), p, 6e-3)
-        again = run(*args)
-        assert all(np.array_equal(np.asarray(a), np.asarray(b)) for a, b in zip(found, again, strict=True))
+    run = jax.jit(lambda *a: triton_prep.prep(*a, first=0, chunks=n, scale=K**-0.5, lower_bound=BOUND, fused=True))
+    found = run(*args)
+    check(found._asdict(), p, 6e-3)
+    again = run(*args)
+    assert all(np.array_equal(np.asarray(a), np.asarray(b)) for a, b in zip(found, again, strict=True))
 
 
 def test_walk_forward(case, monkeypatch):
@@ -137,11 +135,8 @@ def test_grads(case):
     x, _, K, _, (p, forward, reverse, wanted) = case
     args = [x[name] for name in ("q", "k", "g", "beta", "A_log", "dt_bias", "ids")]
     args += [bf16(p.t), x["d_o"], bf16(forward["states"]), bf16(forward["v_new"]), bf16(reverse["d_states"]), bf16(reverse["d_v_new"])]
-    for variant in getattr(triton_grads, "VARIANTS", (None,)):
-        options = {} if variant is None else {"variant": variant}
-        run = jax.jit(lambda *a: triton_grads.grads(*a, first=0, scale=K**-0.5, lower_bound=BOUND, fused=True, **options))  # noqa: B023
-        dq, dk, dv, dg, dbeta, dA, dbias = run(*args)
-        found = dict(dq=dq, dk=dk, dv=dv, dg=dg, dbeta=dbeta, dA=dA.sum((0, 2)), dbias=dbias.sum((0, 2)))
-        check(found, wanted, 1e-2)
-        again = run(*args)
-        assert all(np.array_equal(np.asarray(a), np.asarray(b)) for a, b in zip((dq, dk, dv, dg, dbeta, dA, dbias), again, strict=True))
+    run = jax.jit(lambda *a: triton_grads.grads(*a, first=0, scale=K**-0.5, lower_bound=BOUND, fused=True))
+    dq, dk, dv, dg, dbeta, dA, dbias = run(*args)
+    check(dict(dq=dq, dk=dk, dv=dv, dg=dg, dbeta=dbeta, dA=dA.sum((0, 2)), dbias=dbias.sum((0, 2))), wanted, 1e-2)
+    again = run(*args)
+    assert all(np.array_equal(np.asarray(a), np.asarray(b)) for a, b in zip((dq, dk, dv, dg, dbeta, dA, dbias), again, strict=True))

@@ -158,6 +158,27 @@ def test_remat_and_vmap(kernels):
         np.testing.assert_allclose(x, jnp.stack(y), rtol=1e-9, atol=1e-11)
 
 
+def test_shards_of_one_device(kernels):
+    """A vmap whose axis has a name in the place of the mesh, as tests/parallel/test_sequence_kda_gpu.py has it: the same numbers."""
+    cut(kernels, 512, 0)
+    ids = jnp.asarray(documents(2, 9))
+    arrays, cotangents = make(np.random.default_rng(0), True, 18, np.asarray(ids))
+    split = lambda x: jnp.moveaxis(x.reshape(2, 2, 9, *x.shape[2:]), 1, 0)
+    join = lambda x: jnp.moveaxis(x, 0, 1).reshape(2, 18, *x.shape[3:])
+
+    def local(ids, d_o, *tokens):
+        options = dict(axis="sequence", segment_ids=ids, output_final_state=True)
+        (o, final), vjp = jax.vjp(lambda *a: sequence_gated_kda(*a[:-1], initial_state=a[-1], **options), *tokens, *arrays[5:])
+        # Such an axis sums the shards' cotangents of a result that all of them have.
+        return o, final, *vjp((d_o, cotangents[1] / 2))
+
+    mapped = jax.jit(jax.vmap(local, axis_name="sequence"))
+    o, final, *grads = mapped(split(ids), *map(split, (cotangents[0], *arrays[:5])))
+    got = join(o), final[0], *map(join, grads[:5]), *(jnp.sum(x, axis=0) for x in grads[5:])
+    for x, y in zip(got, on_mesh(True, 2, 1, True)(arrays, cotangents, ids), strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-9, atol=1e-11)
+
+
 def test_num_segments_is_refused_or_xla(kernels):
     """A state per document over several shards has no kernels: by name an error, by itself XLA with the recurrence's result."""
     ids = jnp.asarray(documents(2, 9))
