@@ -118,7 +118,9 @@ def decode() -> None:
 
     def theirs(q, k, v, gate, write, A_log, dt_bias, state):
         operands = (x[:, None] for x in (q, k, v, gate, write))
-        o, state = gated_kda(*operands, A_log, dt_bias, initial_state=state, output_final_state=True, implementation="reference")
+        o, state = gated_kda(
+            *operands, A_log=A_log, dt_bias=dt_bias, initial_state=state, output_final_state=True, implementation="reference"
+        )
         return o[:, 0], state
 
     for rows, heads in ((1, 32), (1, 96), (64, 32), (64, 96)):
@@ -130,7 +132,9 @@ def decode() -> None:
         results, times = [], []
         # XLA is not given the states to overwrite: it would write elsewhere all the same, and then copy.
         for step, donated in ((kda_decode_triton, (0,)), (theirs, ())):
-            many = lambda states, values, q, k, *rest, step=step: [step(q, k, v, *rest, s) for v, s in zip(values, states, strict=True)]
+            many = lambda states, values, q, k, *rest, step=step: [
+                step(q, k, v, *rest, state=s) for v, s in zip(values, states, strict=True)
+            ]
             run = jax.jit(many, donate_argnums=donated)
             out = run([noise(200 + i, rows, heads, DIM, DIM, dtype=jnp.float32) for i in range(copies)], values, q, k, *rest)
             results.append(jax.tree.map(jnp.copy, (out[0], out[-1])))
@@ -143,7 +147,7 @@ def decode() -> None:
 
             times.append(milliseconds(again) / copies)
         size = 2 * one + sum(x.nbytes for x in (q, k, values[0], values[0], gate))
-        line("decode", f"B={rows} HV={heads} K=V={DIM} x{copies}", *times, size, apart(*results))
+        line("decode", f"B={rows} HV={heads} K=V={DIM} x{copies}", times[0], times[1], size, apart(*results))
 
 
 def sizes() -> None:
@@ -180,7 +184,7 @@ def sizes() -> None:
     rest = (noise(4, 64, HEADS), noise(5, HEADS, dtype=jnp.float32), noise(6, HEADS, DIM, dtype=jnp.float32))
     state = noise(7, 64, HEADS, DIM, DIM, dtype=jnp.float32)
     # Ten steps in a loop, in place; the state is copied into the loop once, a tenth of a step's bytes.
-    loop = lambda: lambda s, *a: jax.lax.fori_loop(0, 10, lambda _, c: triton_decode.kda_decode_triton(*a, c[1]), (a[2], s))
+    loop = lambda: lambda s, *a: jax.lax.fori_loop(0, 10, lambda _, c: triton_decode.kda_decode_triton(*a, state=c[1]), (a[2], s))
     changes = [{}, {"BV": 16}, {"BV": 64}, {"BV": 64, "warps": 8}, {"BV": 128, "warps": 8}, {"warps": 2}]
     tried(triton_decode, "decode_config", changes, "10 decode steps", loop, (state, q, k, v, gate, *rest), 21 * state.nbytes)
 

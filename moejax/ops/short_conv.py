@@ -35,7 +35,8 @@ def short_conv(
       segment_ids: [B,T] integers, 0 = padding, documents 1, 2, ... in order. None = one document without padding.
       implementation: "xla"; "triton" (one pass over the tokens, for NVIDIA Hopper; float32 or bfloat16, W <= 8); None: "triton"
         when the call is lowered for cuda and the kernel takes it, else "xla". Over several GPUs call it inside jax.shard_map
-        (rows and channels may be cut): a jit alone cannot cut a kernel's launch.
+        (rows and channels may be cut): a jit alone cannot cut a kernel's launch. Forward-mode differentiation (jax.jvp) needs
+        "xla" by name, and no segment_ids.
     Returns: (y [B,T,C] in `x.dtype`, 0 at padding; the last W-1 inputs [B,W-1,C] of the last document in `x.dtype`,
       padding not counted, zeros before the start of a document that is not the first; a row of padding only
       returns its history).

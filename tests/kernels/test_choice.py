@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import AxisType, PartitionSpec
 
 from moejax.kernels.kda import choice, triton_launch
-from moejax.ops import KDAWeights, kda_layer, short_conv
+from moejax.ops import KDAWeights, gated_kda, kda_layer, short_conv
 from moejax.ops.short_conv import _refused
 
 P = PartitionSpec
@@ -131,3 +131,15 @@ def test_what_the_convolution_refuses(x64):
     ):
         assert word in _refused(*operands)
     assert _refused(x.astype(jnp.bfloat16), jnp.ones((8, 3), jnp.float32)) is None
+
+
+@pytest.mark.parametrize("wide", ["A_log", "dt_bias"])
+def test_float64_in_the_gate_is_not_for_the_kernels(monkeypatch, x64, wide):
+    """One operand of float64 makes the state float64, which the kernels do not give: the two branches would differ in type."""
+    monkeypatch.setattr(triton_launch, "available", lambda: None)
+    x, beta = jnp.ones((1, 5, 2, 64), jnp.bfloat16), jnp.ones((1, 5, 2), jnp.bfloat16)
+    gate = {"A_log": jnp.zeros(2, jnp.float32), "dt_bias": jnp.zeros((2, 64), jnp.float32)}
+    gate[wide] = gate[wide].astype(jnp.float64)
+    run = jax.jit(lambda gate: gated_kda(x, x, x, x, beta, **gate, output_final_state=True))
+    o, state = run(gate)
+    assert o.dtype == jnp.bfloat16 and state.dtype == jnp.float64
