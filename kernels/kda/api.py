@@ -53,12 +53,12 @@ def kernels_refuse(dtype, lower_bound: float | None, key_dim: int, value_dim: in
     return None
 
 
-def _choose(implementation: str | None, q, k, v, lower_bound, *others) -> str:
+def resolve(implementation: str | None, q, k, v, g, beta, initial_state, lower_bound, *gate) -> str:
     """Which to run: "reference", "xla", "triton", or "lowered", which is triton when lowered for cuda and xla otherwise.
 
-    others: the other float operands, or None; one of float64 makes the whole call float64.
+    gate: A_log and dt_bias of a gated call, or None; one operand of float64 makes the state float64.
     """
-    wide = [x.dtype for x in others if x is not None and x.dtype == jnp.float64]
+    wide = [x.dtype for x in (g, beta, initial_state, *gate) if x is not None and x.dtype == jnp.float64]
     dtype = jnp.result_type(q.dtype, k.dtype, v.dtype, *wide)
     refused = kernels_refuse(dtype, lower_bound, q.shape[3], v.shape[3])
     return choose("kda", implementation, refused, loss="several times slower", **NAMES)
@@ -109,7 +109,7 @@ def kda(
     check_segments(segment_ids, num_segments, q.shape[:2])
     check_initial_state(initial_state, num_segments, v.shape, q.shape[3])
     scale = check_scale(scale, q.shape[3])
-    name = _choose(implementation, q, k, v, lower_bound, g, beta, initial_state)
+    name = resolve(implementation, q, k, v, g, beta, initial_state, lower_bound)
 
     initial_state = _start(initial_state, num_segments, q, k, v, g, beta)
     documents = None
@@ -166,7 +166,7 @@ def gated_kda(
     check_segments(segment_ids, num_segments, q.shape[:2])
     check_initial_state(initial_state, num_segments, v.shape, q.shape[3])
     scale = check_scale(scale, q.shape[3])
-    name = _choose(implementation, q, k, v, lower_bound, raw_gate, beta_logits, A_log, dt_bias, initial_state)
+    name = resolve(implementation, q, k, v, raw_gate, beta_logits, initial_state, lower_bound, A_log, dt_bias)
     initial_state = _start(initial_state, num_segments, q, k, v, raw_gate, beta_logits)
 
     def unfused(q, k, v, raw_gate, beta_logits, A_log, dt_bias, initial_state, segment_ids):

@@ -126,8 +126,8 @@ def kda_triton(
     operands: Any = (q, k, v, g, beta, wide(A_log), wide(dt_bias), initial_state, documents)
     operands = jax.tree.map(lambda x: match_varying(x, *jax.tree.leaves(operands)), operands)
     q, k, v, g, beta, A_log, dt_bias, initial_state, documents = operands
-    q, k, g, dt_bias = (_widen(x, wide_k) for x in (q, k, g, dt_bias))
-    v, initial = _widen(v, wide_v), _widen(_widen(initial_state, wide_k, axis=-2), wide_v)
+    q, k, g, dt_bias = (widen(x, wide_k) for x in (q, k, g, dt_bias))
+    v, initial = widen(v, wide_v), widen(widen(initial_state, wide_k, axis=-2), wide_v)
     arrays = (q, k, v, g, beta, A_log, dt_bias, initial)
     core, move = cast(Any, _core), cast(Any, _move)
     if not per_document:
@@ -143,7 +143,7 @@ def kda_triton(
     return o[..., :V], final[..., :K, :V]
 
 
-def _widen(x, size, axis=-1) -> Any:
+def widen(x, size, axis=-1) -> Any:
     if x is None or x.shape[axis] == size:
         return x
     widths = [(0, 0)] * x.ndim
@@ -183,7 +183,7 @@ def _core_fwd(plan, q, k, v, g, beta, A_log, dt_bias, initial, ids, ranges):
 
 def _core_bwd(plan, residuals, cotangents):
     shared, rows, starts, matrices = residuals
-    *grads, d_A, d_bias, d_initial = over_rows(_backward, plan)(shared, (*rows, starts, matrices, *cotangents))
+    *grads, d_A, d_bias, d_initial = over_rows(backward_pass, plan)(shared, (*rows, starts, matrices, *cotangents))
     d_A, d_bias = (None if d is None else jnp.sum(d, axis=0).astype(x.dtype) for d, x in zip((d_A, d_bias), shared, strict=True))
     return (*grads, d_A, d_bias, d_initial, None, None)
 
@@ -229,13 +229,13 @@ def _most_rows(plan: Plan, rows) -> int:
     return max(1, window // min(tokens, plan.window * CHUNK))
 
 
-def _windows(plan: Plan, tokens: int) -> list[tuple[int, int]]:
+def cut_windows(plan: Plan, tokens: int) -> list[tuple[int, int]]:
     """(first chunk, chunks) of each window."""
     chunks = -(-tokens // CHUNK)
     return [(first, min(plan.window, chunks - first)) for first in range(0, chunks, plan.window)]
 
 
-def _bounds(plan: Plan, first: int, chunks: int, batch: int, ranges):
+def walk_bounds(plan: Plan, first: int, chunks: int, batch: int, ranges):
     """[B,S,2] int32: the chunks of each walk in this window."""
     if ranges is not None:
         return jnp.clip(ranges, first, first + chunks).astype(jnp.int32)
@@ -251,13 +251,13 @@ def _forward(plan: Plan, shared, rows):
     q, k, v, g, beta, ids, ranges, initial = rows
     state = initial[:, None] if ranges is None else initial  # [B,S,HV,K,V]
     o, starts, matrices = None, [], []
-    for first, chunks in _windows(plan, q.shape[1]):
+    for first, chunks in cut_windows(plan, q.shape[1]):
         if first:  # not before the window before is done: else XLA may prepare all windows at once, and SCRATCH would bound nothing
             beta, state = lax.optimization_barrier((beta, state))
         p = run.prep(
             q, k, g, beta, *shared, ids, first=first, chunks=chunks, scale=plan.scale, lower_bound=plan.lower_bound, fused=plan.fused
         )
-        bounds, matrix = _bounds(plan, first, chunks, q.shape[0], ranges), None
+        bounds, matrix = walk_bounds(plan, first, chunks, q.shape[0], ranges), None
         if ranges is None and bounds.shape[1] > 1:
             add, matrix = run.walk_summary(p, v, bounds, first=first)
             state, _ = run.fold_states(state[:, 0], add, matrix)
@@ -268,7 +268,7 @@ def _forward(plan: Plan, shared, rows):
     return o, state if ranges is not None else state[:, 0], tuple(starts), tuple(matrices)
 
 
-def _backward(plan: Plan, shared, rows):
+def backward_pass(plan: Plan, shared, rows):
     """-> dq, dk, dv, dg, dbeta like their operands, dA [B,HV], dbias [B,HV,K] float32 (None without), d_initial."""
     run = stages()
     q, k, v, g, beta, ids, ranges, starts, matrices, d_o, d_final = rows
@@ -277,11 +277,11 @@ def _backward(plan: Plan, shared, rows):
     beta, d_o = lax.optimization_barrier((beta, d_o))
     d_state = d_final[:, None] if ranges is None else d_final
     out, sums = None, [None, None]
-    windows = _windows(plan, q.shape[1])
+    windows = cut_windows(plan, q.shape[1])
     for number, (first, chunks) in reversed(list(enumerate(windows))):
         if out is not None:
             beta, out[4] = lax.optimization_barrier((beta, out[4]))
-        bounds = _bounds(plan, first, chunks, q.shape[0], ranges)
+        bounds = walk_bounds(plan, first, chunks, q.shape[0], ranges)
         p = run.prep(q, k, g, beta, *shared, ids, first=first, chunks=chunks, **options)
         if matrices[number] is not None:
             zero = jnp.zeros((*bounds.shape[:2], *d_state.shape[2:]), d_state.dtype)

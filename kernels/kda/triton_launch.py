@@ -25,7 +25,9 @@ import jax
 from ..varying import match_varying
 
 JAX_TRITON, TRITON = (0, 4, 1), (3, 7, 1)
-UNTRIED = (3, 8, 0)  # Triton from here on: the kernels were checked on a card with 3.7.1 alone, and compilers have broken such kernels
+# From here on: the kernels were checked on a card with 3.7.1 alone, and compilers have broken such kernels; and what is corrected below is
+# private to jax-triton.
+UNTRIED = {"triton": (3, 8, 0), "jax-triton": (0, 5, 0)}
 # Triton from 3.4.0 up to 3.7.1 gives wrong gradients for KDA kernels on Hopper (flash-linear-attention issues 640 and 983).
 MISCOMPILES = (((3, 4, 0), (3, 7, 1)),)
 HOPPER = 90  # wgmma exists on this compute capability alone
@@ -47,13 +49,13 @@ def _software() -> str | None:
     for low, high in MISCOMPILES:
         if found is not None and low <= found < high:
             return f"triton {_dots(found)} is known to miscompile these kernels on Hopper; install triton>={_dots(high)}"
-    if found is not None and found >= UNTRIED:
-        return f"triton {_dots(found)} was never checked with these kernels on a GPU; install triton>={_dots(TRITON)},<{_dots(UNTRIED)}"
     for package, wanted in (("jax-triton", JAX_TRITON), ("triton", TRITON)):
-        found = _version(package)
+        found, untried = _version(package), UNTRIED[package]
         if found is None or found < wanted:
             have = "is not installed" if found is None else f"has version {_dots(found)}"
             return f"{package} {have}; install {package}>={_dots(wanted)} (pip install 'moejax[triton]')"
+        if found >= untried:
+            return f"{package} {_dots(found)} was never checked with these kernels; install {package}>={_dots(wanted)},<{_dots(untried)}"
     return None
 
 
@@ -82,7 +84,7 @@ def _version(package: str) -> tuple[int, ...] | None:
         text = importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return None
-    return tuple(int(x) for x in re.findall(r"\d+", text)[:3])
+    return tuple(int(x) for x in [*re.findall(r"\d+", text), "0", "0"][:3])
 
 
 def _dots(version: tuple[int, ...]) -> str:

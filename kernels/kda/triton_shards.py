@@ -19,7 +19,7 @@ from jax import lax
 
 from ..varying import match_varying
 from . import triton
-from .triton import CHUNK, Plan, _backward, _bounds, _widen, _windows, kernel_size, over_rows
+from .triton import CHUNK, Plan, backward_pass, cut_windows, kernel_size, over_rows, walk_bounds, widen
 
 
 class Exchange(Protocol):
@@ -74,8 +74,8 @@ def kda_triton_shards(
     operands: Any = (q, k, v, g, beta, wide(A_log), wide(dt_bias), initial_state, documents, edges)
     operands = jax.tree.map(lambda x: match_varying(x, *jax.tree.leaves(operands)), operands)
     q, k, v, g, beta, A_log, dt_bias, initial, documents, edges = operands
-    q, k, g, dt_bias = (_widen(x, wide_k) for x in (q, k, g, dt_bias))
-    v, initial = _widen(v, wide_v), _widen(_widen(initial, wide_k, axis=-2), wide_v)
+    q, k, g, dt_bias = (widen(x, wide_k) for x in (q, k, g, dt_bias))
+    v, initial = widen(v, wide_v), widen(widen(initial, wide_k, axis=-2), wide_v)
     o, end = cast(Any, _core)(plan, exchange, q, k, v, g, beta, A_log, dt_bias, initial, documents, edges)
     return o[..., :V], end[..., :K, :V]
 
@@ -99,7 +99,7 @@ def _core_bwd(plan, exchange, residuals, cotangents):
     d_o, d_end = cotangents
     d_add = over_rows(_start_gradient, plan)(shared, (*rows, matrices, d_o, d_end))
     d_end = d_end + exchange.leaving(d_add, matrix, others)
-    *grads, d_A, d_bias, d_entry = over_rows(_backward, plan)(shared, (*rows, None, starts, matrices, d_o, d_end))
+    *grads, d_A, d_bias, d_entry = over_rows(backward_pass, plan)(shared, (*rows, None, starts, matrices, d_o, d_end))
     d_A, d_bias = (None if d is None else jnp.sum(d, axis=0).astype(x.dtype) for d, x in zip((d_A, d_bias), shared, strict=True))
     return (*grads, d_A, d_bias, exchange.of_first(d_entry), None, None)
 
@@ -124,11 +124,11 @@ def _summary(plan: Plan, shared, rows):
     what prep gave, None unless the shard is one window."""
     run = triton.stages()
     v, total, maps, p = rows[2], None, [], None
-    windows = _windows(plan, v.shape[1])
+    windows = cut_windows(plan, v.shape[1])
     for first, chunks in windows:
         rows = rows if total is None else _after(rows, total)
         p = _prepare(plan, shared, rows, first, chunks)
-        bounds = _bounds(plan, first, chunks, v.shape[0], None)
+        bounds = walk_bounds(plan, first, chunks, v.shape[0], None)
         add, matrix = run.walk_summary(p, v, bounds, first=first)
         maps.append((add, matrix) if bounds.shape[1] > 1 else None)
         # [A | M] goes through a map as a state of V + K columns does, whose last K are added to nothing.
@@ -146,7 +146,7 @@ def _outputs(plan: Plan, shared, rows):
     run = triton.stages()
     *rows, entry, maps, prepared = rows
     v, state, o, starts = rows[2], entry[:, None], None, []
-    for (first, chunks), segments in zip(_windows(plan, v.shape[1]), maps, strict=True):
+    for (first, chunks), segments in zip(cut_windows(plan, v.shape[1]), maps, strict=True):
         p = prepared
         if p is None:
             rows = _after(rows, state)
@@ -154,7 +154,7 @@ def _outputs(plan: Plan, shared, rows):
         if segments is not None:
             state, _ = run.fold_states(state[:, 0], *segments)
         starts.append(state)
-        o, state = run.walk_forward(p, v, state, _bounds(plan, first, chunks, v.shape[0], None), first=first, out=o)
+        o, state = run.walk_forward(p, v, state, walk_bounds(plan, first, chunks, v.shape[0], None), first=first, out=o)
         state = state[:, -1:]
     return o, state[:, 0], tuple(starts)
 
@@ -163,11 +163,11 @@ def _start_gradient(plan: Plan, shared, rows):
     """What the shard's own results give to the gradient of the state at its start [B,HV,K,V]."""
     run = triton.stages()
     *rows, matrices, d_o, d_end = rows
-    windows, d_state = _windows(plan, d_o.shape[1]), d_end[:, None]
+    windows, d_state = cut_windows(plan, d_o.shape[1]), d_end[:, None]
     for (first, chunks), matrix in reversed(list(zip(windows, matrices, strict=True))):
         rows = _after(rows, d_o, d_state)
         p = _prepare(plan, shared, rows, first, chunks)
-        bounds = _bounds(plan, first, chunks, d_o.shape[0], None)
+        bounds = walk_bounds(plan, first, chunks, d_o.shape[0], None)
         if matrix is None:
             d_state = run.walk_reverse(p, d_o, d_state, bounds, first=first)
         else:

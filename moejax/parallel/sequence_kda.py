@@ -119,7 +119,7 @@ def _over_shards(run: Any, operands, gate, initial_state, segment_ids, output_fi
         o, final = run(*operands, *gate, **options)
         return o, None if final is None else of_last_shard(final, axis=axis)
 
-    name = api._choose(options["implementation"], q, k, v, g, beta, initial_state, lower_bound)
+    name = api.resolve(options["implementation"], q, k, v, g, beta, initial_state, lower_bound, *gate)
     if num_segments is not None and name in ("triton", "lowered"):
         if options["implementation"] == "triton":
             raise NotImplementedError(

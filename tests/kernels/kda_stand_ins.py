@@ -221,5 +221,5 @@ def use(monkeypatch):
     stand_ins = triton.Stages(prep, walk_forward, walk_both, walk_reverse, walk_summary, grads, fold_states, fold_gradients)
     monkeypatch.setattr(triton, "stages", lambda: stand_ins)
     monkeypatch.setattr(triton, "SIZES", (8, 16, 32))
-    choose = api._choose
-    monkeypatch.setattr(api, "_choose", lambda name, *args: "triton" if name is None else choose(name, *args))
+    choose = api.resolve
+    monkeypatch.setattr(api, "resolve", lambda name, *args: "triton" if name is None else choose(name, *args))
