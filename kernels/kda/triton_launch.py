@@ -2,13 +2,14 @@
 
 Nothing of Triton is imported before the first launch: `import moejax` works, and costs the same, without it.
 
-Three faults of jax-triton 0.4.1 are corrected when it is first used; each correction does nothing on a version without the fault:
+Four faults of jax-triton 0.4.1 are corrected when it is first used; each correction does nothing on a version without the fault:
 * It sends Gluon kernels through the passes of plain Triton (make_ttir, make_ttgir), which choose layouts anew: other code than
   Triton's own, slower, and for some kernels a crash of the compiler. Triton's pipeline for Gluon, gluon_to_ttgir, is used instead.
 * It launches as many threads as `num_warps` says. `warp_specialize` adds warps of its own (Triton writes the total to the PTX as
   .reqntid), and the launch then fails with CUDA_ERROR_INVALID_VALUE. The number in the PTX is used instead.
 * It demands the key "is_im2col" in the metadata of every host TMA descriptor. Triton 3.7.1 writes that key for `triton.jit`, not
   for Gluon. False is the default it reads itself where the key may be absent.
+* Its rule for dead code has the arguments of JAX 0.11 (used outputs, equation); JAX 0.12 puts the inputs that live in between.
 """
 
 import functools
@@ -137,6 +138,11 @@ def _correct(library: Any) -> None:
             )
         return kernel, ttir, options, result
 
+    def keeps_all(used_outputs, *others):
+        *_, equation = others
+        return [True] * len(equation.invars), equation
+
+    library.pe.dce_rules[library.triton_kernel_call_p] = keeps_all
     library.CompilationResult.__post_init__ = with_default_keys
     library.TritonFunction._compile_kernel = corrected
 

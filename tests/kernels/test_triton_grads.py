@@ -17,7 +17,7 @@ import gluon_numpy as gn
 import kda_stages as stages
 from kda_inputs import REGIMES, bf16, make, packed
 
-from kernels.kda import triton_grads
+from moejax.kernels.kda import triton_grads
 
 C = stages.C
 NAMES = ("dq", "dk", "dv", "dg", "dbeta", "d_rate", "d_bias")

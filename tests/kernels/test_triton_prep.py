@@ -18,8 +18,8 @@ import kda_stages as stages
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from kernels.kda.triton_inverse import WIDEN, inverses
-from kernels.kda.triton_prep import KEEP, NEGATED, Prepared, launch_constants, prep_kernel
+from moejax.kernels.kda.triton_inverse import WIDEN, inverses
+from moejax.kernels.kda.triton_prep import KEEP, NEGATED, Prepared, launch_constants, prep_kernel
 
 gn.register_asm(NEGATED.value, lambda x: np.exp2(-x))
 gn.register_asm(KEEP.value, lambda x, bits: np.where(bits != 0, x, x.dtype.type(0)))
