@@ -138,3 +138,17 @@ def sparse_checkpoint():
         return specs
 
     return write
+
+
+@pytest.fixture(scope="session")
+def gpu():
+    """For tests marked `gpu`: the card is there, the default, and the kernels can be used."""
+    import jax
+
+    from moejax.kernels.kda import kda_implementation
+
+    try:
+        jax.devices("cuda")
+    except RuntimeError:
+        pytest.skip("needs an NVIDIA GPU: python -m pytest -m gpu, in a process of its own")
+    assert kda_implementation("cuda") == "triton" and jax.default_backend() == "gpu"

@@ -17,15 +17,21 @@ from . import triton_launch
 PLATFORMS = ("cpu", "cuda", "gpu", "rocm", "tpu")
 
 
+def checked_platform(platform: str | None) -> str:
+    """`platform`, or the default backend for None. Raises ValueError for an unknown one."""
+    platform = jax.default_backend() if platform is None else platform
+    if platform not in PLATFORMS:
+        raise ValueError(f"platform={platform!r}; known platforms: {', '.join(PLATFORMS)}.")
+    return platform
+
+
 def implementation_on(platform: str | None, what: str, name: str | None, refused: str | None, *, plain=("xla",), absent=()) -> str:
     """The implementation that `name` gives on `platform` (None: the default backend), one of `plain` or "triton".
 
     name None is "triton" where the kernels can run, else "xla". absent: names that are known and not there yet.
     Raises ValueError for an unknown name and NotImplementedError, with the reason, for one that cannot run.
     """
-    platform = jax.default_backend() if platform is None else platform
-    if platform not in PLATFORMS:
-        raise ValueError(f"platform={platform!r}; known platforms: {', '.join(PLATFORMS)}.")
+    platform = checked_platform(platform)
     if name is not None and name in plain:
         return name
     reason = None if platform in ("cuda", "gpu") else f"its kernels run on NVIDIA GPUs, this is {platform!r}"

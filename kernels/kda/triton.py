@@ -113,22 +113,11 @@ def kda_triton(
     window, segment: tokens, multiples of 32, segment a divisor of window; None: see `cut`.
     Returns (o [B,T,HV,V] in v.dtype, final state like initial_state).
     """
-    (batch, tokens, _, K), (value_heads, V) = q.shape, v.shape[2:]
-    wide_k, wide_v = kernel_size(K), kernel_size(V)
+    tokens, K, V = q.shape[1], q.shape[3], v.shape[3]
     per_document = initial_state.ndim == 5
-    chosen = cut(batch, value_heads, wide_k, wide_v, tokens)
-    window = chosen[0] if window is None else window
-    segment = 0 if per_document else chosen[1] if segment is None else segment
-    plan = Plan(scale, lower_bound, fused, window // CHUNK, segment // CHUNK)
-
-    wide = lambda x: None if x is None else x.astype(jnp.promote_types(x.dtype, jnp.float32))
-    documents = None if documents is None else documents.astype(jnp.int32)
-    operands: Any = (q, k, v, g, beta, wide(A_log), wide(dt_bias), initial_state, documents)
-    operands = jax.tree.map(lambda x: match_varying(x, *jax.tree.leaves(operands)), operands)
-    q, k, v, g, beta, A_log, dt_bias, initial_state, documents = operands
-    q, k, g, dt_bias = (widen(x, wide_k) for x in (q, k, g, dt_bias))
-    v, initial = widen(v, wide_v), widen(widen(initial_state, wide_k, axis=-2), wide_v)
-    arrays = (q, k, v, g, beta, A_log, dt_bias, initial)
+    arrays, documents = as_kernels_take(q, k, v, g, beta, A_log, dt_bias, initial_state, documents)
+    plan = plan_of(*arrays[:3], scale, lower_bound, fused, window, 0 if per_document else segment)
+    q, k, v, g, beta, A_log, dt_bias, initial = arrays
     core, move = cast(Any, _core), cast(Any, _move)
     if not per_document:
         o, final = core(plan, *arrays, documents, None)
@@ -141,6 +130,27 @@ def kda_triton(
         o, final = core(plan, q, k, v, g, beta, A_log, dt_bias, initial, None, layout.bounds)
         o = move(0.0, o, back, there)
     return o[..., :V], final[..., :K, :V]
+
+
+def plan_of(q, k, v, scale, lower_bound, fused, window, segment) -> Plan:
+    """For operands that the kernels take; window, segment in tokens or None, as in kda_triton."""
+    chosen = cut(q.shape[0], v.shape[2], q.shape[3], v.shape[3], q.shape[1])
+    window, segment = (own if given is None else given for own, given in zip(chosen, (window, segment), strict=True))
+    return Plan(scale, lower_bound, fused, window // CHUNK, segment // CHUNK)
+
+
+def as_kernels_take(q, k, v, g, beta, A_log, dt_bias, initial_state, documents, *others):
+    """-> (q, k, v, g, beta, A_log, dt_bias, initial_state) with channels filled up to a kernel's size and the gate's parameters in
+    float32, documents in int32, others; all vary over the mesh axes of all."""
+    wide_k, wide_v = kernel_size(q.shape[3]), kernel_size(v.shape[3])
+    wide = lambda x: None if x is None else x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    documents = None if documents is None else documents.astype(jnp.int32)
+    operands: Any = (q, k, v, g, beta, wide(A_log), wide(dt_bias), initial_state, documents, *others)
+    operands = jax.tree.map(lambda x: match_varying(x, *jax.tree.leaves(operands)), operands)
+    q, k, v, g, beta, A_log, dt_bias, initial, *others = operands
+    q, k, g, dt_bias = (widen(x, wide_k) for x in (q, k, g, dt_bias))
+    v, initial = widen(v, wide_v), widen(widen(initial, wide_k, axis=-2), wide_v)
+    return (q, k, v, g, beta, A_log, dt_bias, initial), *others
 
 
 def widen(x, size, axis=-1) -> Any:

@@ -19,7 +19,7 @@ from jax import lax
 
 from ..varying import match_varying
 from . import triton
-from .triton import CHUNK, Plan, backward_pass, cut_windows, kernel_size, over_rows, walk_bounds, widen
+from .triton import Plan, as_kernels_take, backward_pass, cut_windows, over_rows, plan_of, walk_bounds
 
 
 class Exchange(Protocol):
@@ -62,21 +62,10 @@ def kda_triton_shards(
     initial_state [B,HV,K,V]: of the whole row. edges: an integer array, or None, that is passed on to `exchange`.
     Returns (o [B,T,HV,V] in v.dtype, the state at this shard's end).
     """
-    (batch, tokens, _, K), (value_heads, V) = q.shape, v.shape[2:]
-    wide_k, wide_v = kernel_size(K), kernel_size(V)
-    chosen = triton.cut(batch, value_heads, wide_k, wide_v, tokens)
-    window = chosen[0] if window is None else window
-    segment = chosen[1] if segment is None else segment
-    plan = Plan(scale, lower_bound, fused, window // CHUNK, segment // CHUNK)
-
-    wide = lambda x: None if x is None else x.astype(jnp.promote_types(x.dtype, jnp.float32))
-    documents = None if documents is None else documents.astype(jnp.int32)
-    operands: Any = (q, k, v, g, beta, wide(A_log), wide(dt_bias), initial_state, documents, edges)
-    operands = jax.tree.map(lambda x: match_varying(x, *jax.tree.leaves(operands)), operands)
-    q, k, v, g, beta, A_log, dt_bias, initial, documents, edges = operands
-    q, k, g, dt_bias = (widen(x, wide_k) for x in (q, k, g, dt_bias))
-    v, initial = widen(v, wide_v), widen(widen(initial, wide_k, axis=-2), wide_v)
-    o, end = cast(Any, _core)(plan, exchange, q, k, v, g, beta, A_log, dt_bias, initial, documents, edges)
+    K, V = q.shape[3], v.shape[3]
+    arrays, documents, edges = as_kernels_take(q, k, v, g, beta, A_log, dt_bias, initial_state, documents, edges)
+    plan = plan_of(*arrays[:3], scale, lower_bound, fused, window, segment)
+    o, end = cast(Any, _core)(plan, exchange, *arrays, documents, edges)
     return o[..., :V], end[..., :K, :V]
 
 

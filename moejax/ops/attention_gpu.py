@@ -21,10 +21,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from moejax.kernels.kda.choice import checked_platform
 from moejax.kernels.varying import match_varying
 
 IMPLEMENTATIONS = ("xla", "cudnn", "mosaic")
-PLATFORMS = ("cpu", "cuda", "gpu", "rocm", "tpu")
 MOST_WIDTH = 256  # of a head, in both kernels on Hopper
 SHORT = 128  # queries: what the blockwise form does in one block without a loop
 MOST_RUNS = 32  # of a packed row in cuDNN, which saves M log-sum-exps a query and head: 34 MB at M=32, T=8192, H=32
@@ -67,9 +67,7 @@ def attention_implementation(
       ValueError: an unknown platform or name.
       NotImplementedError: a named implementation that cannot run, with the reason.
     """
-    platform = jax.default_backend() if platform is None else platform
-    if platform not in PLATFORMS:
-        raise ValueError(f"platform={platform!r}; known platforms: {', '.join(PLATFORMS)}.")
+    platform = checked_platform(platform)
     facts = AttentionFacts() if facts is None else facts
     if implementation is None:
         return _chosen(platform, facts)

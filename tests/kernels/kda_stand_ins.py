@@ -223,3 +223,8 @@ def use(monkeypatch):
     monkeypatch.setattr(triton, "SIZES", (8, 16, 32))
     choose = api.resolve
     monkeypatch.setattr(api, "resolve", lambda name, *args: "triton" if name is None else choose(name, *args))
+
+
+def cut(monkeypatch, window, segment):
+    """How rows are cut from here on, in tokens."""
+    monkeypatch.setattr(triton, "cut", lambda *sizes: (window, segment))

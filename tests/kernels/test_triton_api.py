@@ -33,10 +33,6 @@ def kernels(monkeypatch, x64):
     return monkeypatch
 
 
-def cut(monkeypatch, window, segment):
-    monkeypatch.setattr(triton, "cut", lambda *sizes: (window, segment))
-
-
 def make(rng, batch, tokens, heads, value_heads, K, V, documents=None):
     """q, k, v, raw gate, beta logits, A_log, dt_bias, initial state."""
     rows = () if documents is None else (documents,)
@@ -103,14 +99,14 @@ CASES = [(fused, None, 512, 0), (plain, None, 64, 0), (fused, PACKED, 64, 0), (p
 @pytest.mark.parametrize("run, ids, window, segment", CASES)
 def test_against_the_recurrence(kernels, run, ids, window, segment):
     """One window, several, and segments in several; one document and packed ones; two value heads to a key head."""
-    cut(kernels, window, segment)
+    kda_stand_ins.cut(kernels, window, segment)
     check(run, make(np.random.default_rng(0), 2, TOKENS, 1, 2, 8, 16), segment_ids=ids)
 
 
 @pytest.mark.parametrize("run, window", [(plain, 512), (fused, 64)])
 def test_a_state_per_document(kernels, run, window):
     """Documents start a chunk each; document 3 is absent in the first row, 4 and 5 in the second."""
-    cut(kernels, window, 64)
+    kda_stand_ins.cut(kernels, window, 64)
     check(run, make(np.random.default_rng(1), 2, TOKENS, 1, 2, 8, 8, documents=5), segment_ids=PACKED, num_segments=5)
 
 
@@ -179,7 +175,7 @@ def test_vmap_over_cotangents(kernels):
 def test_shard_map_and_remat(kernels):
     """Rows over one mesh axis and heads over another, varying axes checked; a gate shared by the rows gets the sum of them."""
     *args, _ = make(np.random.default_rng(7), 4, 40, 2, 2, 8, 8)
-    cut(kernels, 32, 0)
+    kda_stand_ins.cut(kernels, 32, 0)
     ids = jnp.asarray(np.repeat([[1, 2]], 20, axis=1).repeat(4, axis=0), jnp.int32)
     mesh = jax.make_mesh((4, 2), ("data", "tensor"), axis_types=(AxisType.Auto,) * 2)
     rows = P("data", None, "tensor")

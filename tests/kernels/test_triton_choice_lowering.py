@@ -10,33 +10,19 @@ import sys
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-import pytest
-from jax.experimental import topologies
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, PartitionSpec
 
-pytest.importorskip("jax_triton", reason="jax-triton is not installed (pip install 'moejax[triton]')")
+sys.path.insert(0, os.path.dirname(__file__))
+from lowering import absent_h200, launches, lowered
 
-from moejax.kernels.kda import kda_decode, triton_launch
+from moejax.kernels.kda import kda_decode
 from moejax.ops import KDAState, KDAWeights, kda_layer, short_conv
 from moejax.parallel import sequence_kda_layer, sequence_short_conv
-
-pytestmark = pytest.mark.skipif(triton_launch.available() is not None, reason=str(triton_launch.available()))
-if not hasattr(pytest.importorskip("jaxlib.gpu_triton"), "TritonKernel"):
-    pytest.skip("the CUDA plugin of JAX is not installed (pip install jax-cuda13-plugin)", allow_module_level=True)
 
 BF16, F32 = jnp.bfloat16, jnp.float32
 P = PartitionSpec
 S = jax.ShapeDtypeStruct
 CONV = S((2, 130, 64), BF16), S((4, 64), F32), S((2, 3, 64), BF16), S((2, 130), jnp.int32)
-
-
-def lowered(function, *args, platform="cuda", **options) -> str:
-    return jax.jit(function, **options).trace(*args).lower(lowering_platforms=(platform,)).as_text()
-
-
-def launches(*args, **options) -> int:
-    return lowered(*args, **options).count("@triton_kernel_call_ffi")
 
 
 def conv_loss(x, weight, history, ids):
@@ -143,15 +129,7 @@ def test_decode():
 
 def test_what_xla_makes_of_it():
     """Compiled for an H200 that is not here: no branch is left, a donated state is written in place, a scan keeps inputs only."""
-    pytest.importorskip("jax_plugins.xla_cuda13", reason="the CUDA runtime of JAX is not installed (pip install jax-cuda13-pjrt)")
-    sys.path.insert(0, os.path.dirname(__file__))
-    from test_triton_lowering import TARGET
-
-    try:
-        topology = topologies.get_topology_desc(platform="cuda", topology_name="", target_config=TARGET, topology="1x1x1")
-    except Exception as error:
-        pytest.skip(f"no compiler for a GPU that is not here: {error}")
-    place = NamedSharding(Mesh(np.array(topology.devices), ("x",)), P())
+    place = absent_h200()
 
     def compiled(function, *args, **options):
         args = jax.tree.map(lambda a: S(a.shape, a.dtype, sharding=place), args)

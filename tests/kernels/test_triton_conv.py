@@ -10,6 +10,7 @@ triton = pytest.importorskip("triton", reason="the convolution kernels are Trito
 sys.path.insert(0, os.path.dirname(__file__))
 
 import gluon_numpy as gn  # noqa: E402
+from conv_taps import selections  # noqa: E402
 
 from moejax.kernels.kda import triton_conv as conv  # noqa: E402
 
@@ -20,25 +21,6 @@ PACKED = {
     "padding inside": [[1, 0, 1, 1, 0, 0, 0, 1, 2, 0, 2, 2, 0, 0, 3, 0, 3], [0, 1, 0, 2, 0, 2, 0, 3, 3, 0, 0, 3, 4, 0, 4, 0, 0]],
     "a row of padding, ids that skip": [[0] * 17, [2, 2, 2, 5, 5, 0, 5, 9, 9, 9, 9, 9, 9, 9, 9, 9, 9]],
 }
-
-
-def selections(ids, width):
-    """By a plain loop: the row of concat(history, x) that each tap of each token reads, and the carried rows, as 0/1 matrices."""
-    batch, tokens = ids.shape
-    taps = np.zeros((width, batch, tokens, width - 1 + tokens))
-    kept = np.zeros((batch, width - 1, width - 1 + tokens))
-    for b in range(batch):
-        own, current = list(range(width - 1)), None
-        for t in np.flatnonzero(ids[b]):
-            if current not in (None, ids[b, t]):
-                own = []
-            current = ids[b, t]
-            own.append(width - 1 + t)
-            for back, row in enumerate(reversed(own[-width:])):
-                taps[width - 1 - back, b, t, row] = 1
-        for place, row in enumerate(reversed(own[len(own) - min(len(own), width - 1) :])):
-            kept[b, width - 2 - place, row] = 1
-    return taps, kept
 
 
 def expected(x, weight, history, ids, dy, dlast):

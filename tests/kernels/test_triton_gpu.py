@@ -15,23 +15,13 @@ import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from moejax.kernels.kda import gated_kda, kda, kda_implementation, triton, triton_launch
+from moejax.kernels.kda import gated_kda, kda, triton, triton_launch
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("gpu")]
 REGIMES = ("production", "near 0", "saturated", "one slow channel", "keys of cosine 0.9", "keys of cosine 0.9, near 0")
 NAMES = ("q", "k", "v", "raw_gate", "beta_logits", "A_log", "dt_bias", "initial_state")
 GROUP, LONGEST = 24, 800  # heads and tokens of one call of the reference, compiled once
 BF16, F32 = jnp.bfloat16, jnp.float32
-
-
-@pytest.fixture(scope="module", autouse=True)
-def gpu():
-    jax.config.update("jax_platforms", "cuda,cpu")  # tests/conftest.py asks for the CPU; this works while nothing has run yet
-    try:
-        jax.devices("cuda")
-    except RuntimeError as error:
-        pytest.skip(f"no GPU ({error}); run these tests in a process of their own")
-    assert kda_implementation("cuda") == "triton" and jax.default_backend() == "gpu"
 
 
 @pytest.fixture

@@ -1,28 +1,22 @@
 """Every GPU kernel of KDA compiles to PTX and lowers for cuda on a machine without a GPU.
 
-Needs Python 3.12, jax-triton, Triton and the CUDA plugin of JAX (jax-cuda13-plugin; its libraries are not used). ptxas comes with Triton.
+ptxas comes with Triton.
 """
 
 import functools
+import os
 import re
 import subprocess
 import sys
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
-from jax.experimental import topologies
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-pytest.importorskip("jax_triton", reason="jax-triton is not installed (pip install 'moejax[triton]')")
+sys.path.insert(0, os.path.dirname(__file__))
+from lowering import absent_h200, launches
 
 from moejax.kernels.kda import gated_kda, kda, triton, triton_launch
-
-pytestmark = pytest.mark.skipif(triton_launch.available() is not None, reason=str(triton_launch.available()))
-gpu_triton = pytest.importorskip("jaxlib.gpu_triton")
-if not hasattr(gpu_triton, "TritonKernel"):
-    pytest.skip("the CUDA plugin of JAX is not installed (pip install jax-cuda13-plugin)", allow_module_level=True)
 
 BF16, F32 = jnp.bfloat16, jnp.float32
 
@@ -43,11 +37,6 @@ def compiled():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(triton_lib.TritonFunction, "_compile_kernel", record)
         yield found
-
-
-def launches(function, *args) -> int:
-    text = jax.jit(function).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
-    return text.count("@triton_kernel_call_ffi")
 
 
 def operands(batch, tokens, heads, value_heads, K, V, *, wide=F32, documents=None):
@@ -145,35 +134,15 @@ def ptxas(ptx, folder):
     return max(numbers), spilled, re.findall(r"C75\d\d", text)
 
 
-TARGET = """
-gpu_device_info {
-  threads_per_block_limit: 1024  threads_per_warp: 32  shared_memory_per_block: 49152  shared_memory_per_core: 233472
-  threads_per_core_limit: 2048  core_count: 132  fpus_per_core: 128  memory_bandwidth: 4800000000000  l2_cache_size: 52428800
-  block_dim_limit_x: 2147483647  block_dim_limit_y: 65535  block_dim_limit_z: 65535
-  thread_dim_limit_x: 1024  thread_dim_limit_y: 1024  thread_dim_limit_z: 64  clock_rate_ghz: 1.98
-  device_memory_size: 151397597184  shared_memory_per_block_optin: 232448  registers_per_core_limit: 65536
-  registers_per_block_limit: 65536  device_address_bits: 64  device_vendor: "NVIDIA Corporation"  name: "NVIDIA H200"
-  cuda_compute_capability { major: 9 feature_extension: ACCELERATED_FEATURES }
-  driver_version: "13.0.0"  runtime_version: "12.8.0"  compile_time_toolkit_version: "12.8.0"  dnn_version: "9.10.0"
-}
-platform_name: "CUDA"  dnn_version_info { major: 9 minor: 10 }  device_description_str: "NVIDIA H200"
-"""
-
-
 @pytest.mark.parametrize("layers, window", [(1, 2048), (4, 8192)])
 def test_what_xla_makes_of_it(monkeypatch, layers, window):
     """Compiled for an H200 that is not here: no branch is left, the windows write in place, and what lies between kernels is bounded.
 
     One layer in windows of an eighth; four layers, whose forward passes must not keep what the backward pass prepares again.
     """
-    pytest.importorskip("jax_plugins.xla_cuda13", reason="the CUDA runtime of JAX is not installed (pip install jax-cuda13-pjrt)")
     T, H, D = (16384, 32, 128) if layers == 1 else (8192, 32, 128)
-    try:
-        topology = topologies.get_topology_desc(platform="cuda", topology_name="", target_config=TARGET, topology="1x1x1")
-    except Exception as error:
-        pytest.skip(f"no compiler for a GPU that is not here: {error}")
     monkeypatch.setattr(triton, "cut", lambda *sizes: (window, 0))
-    place = NamedSharding(Mesh(np.array(topology.devices), ("x",)), PartitionSpec())
+    place = absent_h200()
     arrays, gate, _ = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), operands(1, T, H, H, D, D, wide=BF16))
 
     def loss(arrays, gate):

@@ -3,30 +3,24 @@
 Needs Python 3.12, jax-triton, Triton and the CUDA plugin of JAX (jax-cuda13-plugin; its libraries are not used).
 """
 
+import os
 import re
 import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
 import pytest
 from jax.sharding import AxisType, PartitionSpec
 
-pytest.importorskip("jax_triton", reason="jax-triton is not installed (pip install 'moejax[triton]')")
+sys.path.insert(0, os.path.dirname(__file__))
+from lowering import launches
 
 from moejax.kernels.kda import triton_conv, triton_decode, triton_launch, triton_norm
-
-pytestmark = pytest.mark.skipif(triton_launch.available() is not None, reason=str(triton_launch.available()))
-if not hasattr(pytest.importorskip("jaxlib.gpu_triton"), "TritonKernel"):
-    pytest.skip("the CUDA plugin of JAX is not installed (pip install jax-cuda13-plugin)", allow_module_level=True)
 
 BF16, F32 = jnp.bfloat16, jnp.float32
 P = PartitionSpec
 S = jax.ShapeDtypeStruct
-
-
-def launches(function, *args, **options) -> int:
-    text = jax.jit(function, **options).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
-    return text.count("@triton_kernel_call_ffi")
 
 
 def conv_loss(x, weight, history, ids):

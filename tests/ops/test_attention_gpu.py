@@ -374,7 +374,7 @@ def available(name):
     try:
         attention_implementation("cuda", implementation=name)
     except NotImplementedError as error:
-        pytest.skip(str(error))
+        pytest.skip(reason=f"{name} cannot run here: {error}")
 
 
 @pytest.mark.gpu

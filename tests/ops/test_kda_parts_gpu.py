@@ -11,20 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from moejax.kernels.kda import triton_launch
 from moejax.ops import KDAState, KDAWeights, kda_decode, kda_layer, short_conv
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("gpu")]
 BF16, F32 = jnp.bfloat16, jnp.float32
-
-
-@pytest.fixture(scope="module", autouse=True)
-def gpu():
-    try:
-        jax.devices("cuda")
-    except RuntimeError as error:
-        pytest.skip(f"no GPU ({error})")
-    assert triton_launch.available() is None and jax.default_backend() == "gpu"
 
 
 def noise(seed, *shape, dtype=F32, scale=1.0):

@@ -1,31 +1,17 @@
 """The short convolution against a token-by-token twin: values, every gradient, packing, padding, history."""
 
+import os
+import sys
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+sys.path.insert(0, os.path.join(os.path.dirname(__file__), "..", "kernels"))
+from conv_taps import selections
+
 from moejax.ops import short_conv
-
-
-def selections(segment_ids, width):
-    """By a plain loop over tokens: which rows of concat(history, x) each tap of each token reads, and the carried
-    rows, as 0/1 matrices."""
-    batch, tokens = segment_ids.shape
-    taps = np.zeros((width, batch, tokens, width - 1 + tokens))
-    kept = np.zeros((batch, width - 1, width - 1 + tokens))
-    for b in range(batch):
-        own, current = list(range(width - 1)), None
-        for t in np.flatnonzero(segment_ids[b]):
-            if current not in (None, segment_ids[b, t]):
-                own = []
-            current = segment_ids[b, t]
-            own.append(width - 1 + t)
-            for back, row in enumerate(reversed(own[-width:])):
-                taps[width - 1 - back, b, t, row] = 1
-        for place, row in enumerate(reversed(own[len(own) - min(len(own), width - 1) :])):
-            kept[b, width - 2 - place, row] = 1
-    return taps, kept
 
 
 def plain(x, weight, history, chosen):
@@ -92,9 +78,7 @@ def test_golden(name, golden):
             assert np.abs(np.asarray(g) - w).max() / max(np.abs(w).max(), 1e-30) < 1e-5
 
 
-@pytest.mark.parametrize(
-    "width, tokens", [(1, 1), (1, 6), (2, 2), (3, 1), (3, 6), (4, 1), (4, 2), (4, 6), (5, 2), (5, 6)]
-)
+@pytest.mark.parametrize("width, tokens", [(1, 1), (1, 6), (2, 2), (3, 1), (3, 6), (4, 1), (4, 2), (4, 6), (5, 2), (5, 6)])
 def test_k9_widths_and_short_rows(width, tokens):
     compare(*make(2, tokens, 3, width))
 

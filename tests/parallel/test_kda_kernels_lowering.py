@@ -5,7 +5,9 @@ tests/kernels/test_triton_lowering.py needs.
 """
 
 import math
+import os
 import re
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -13,18 +15,14 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 
-pytest.importorskip("jax_triton", reason="jax-triton is not installed (pip install 'moejax[triton]')")
+sys.path.insert(0, os.path.join(os.path.dirname(__file__), "..", "kernels"))
+import lowering
 
-from moejax.kernels.kda import triton, triton_launch
+from moejax.kernels.kda import triton
 from moejax.ops.kda_layer import KDAWeights
 from moejax.parallel.layers import ModelParallel, sharded_kda_layer, weight_specs
 from moejax.parallel.mesh import MeshConfig, make_mesh
 from moejax.parallel.sequence_kda import sequence_gated_kda
-
-pytestmark = pytest.mark.skipif(triton_launch.available() is not None, reason=str(triton_launch.available()))
-gpu_triton = pytest.importorskip("jaxlib.gpu_triton")
-if not hasattr(gpu_triton, "TritonKernel"):
-    pytest.skip("the CUDA plugin of JAX is not installed (pip install jax-cuda13-plugin)", allow_module_level=True)
 
 B, T, D, H, K = 4, 128, 32, 4, 64
 BF16, F32 = jnp.bfloat16, jnp.float32
@@ -33,7 +31,7 @@ P = jax.P
 
 def lowered(function, *args):
     """The text for cuda, and the shapes of every kernel's operands."""
-    text = jax.jit(function).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+    text = lowering.lowered(function, *args)
     calls = re.findall(r"custom_call @triton_kernel_call_ffi\(.*?\) .*? : \((.*?)\) -> ", text)
     shape = lambda x: tuple(int(n) for n in x.split("x")[:-1])
     return text, [[shape(x) for x in re.findall(r"tensor<([^>]*)>", call)] for call in calls]

@@ -14,22 +14,12 @@ import numpy as np
 import pytest
 
 from moejax.kernels.kda import triton
-from moejax.ops import gated_kda, kda_implementation
+from moejax.ops import gated_kda
 from moejax.parallel.sequence_kda import sequence_gated_kda
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("gpu")]
 NAMES = ("o", "final", "q", "k", "v", "raw_gate", "beta_logits", "A_log", "dt_bias", "initial")
 BF16, F32 = jnp.bfloat16, jnp.float32
-
-
-@pytest.fixture(scope="module", autouse=True)
-def gpu():
-    jax.config.update("jax_platforms", "cuda,cpu")
-    try:
-        jax.devices("cuda")
-    except RuntimeError as error:
-        pytest.skip(f"no GPU ({error}); run these tests in a process of their own")
-    assert kda_implementation("cuda") == "triton" and jax.default_backend() == "gpu"
 
 
 def make(T, H, K, B=1):

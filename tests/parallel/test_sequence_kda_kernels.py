@@ -19,7 +19,6 @@ sys.path.insert(0, os.path.join(os.path.dirname(__file__), "..", "kernels"))
 import kda_stand_ins
 from test_sequence_kda import collectives, documents
 
-from moejax.kernels.kda import triton
 from moejax.ops import gated_kda, kda
 from moejax.parallel.sequence_kda import sequence_gated_kda, sequence_kda
 
@@ -35,10 +34,6 @@ BOTH = {True: (GATED, gated_kda, sequence_gated_kda), False: (BARE, kda, sequenc
 def kernels(monkeypatch, x64):
     kda_stand_ins.use(monkeypatch)
     return monkeypatch
-
-
-def cut(monkeypatch, window, segment):
-    monkeypatch.setattr(triton, "cut", lambda *sizes: (window, segment))
 
 
 def make(rng, gated, tokens, ids=None, heads=2, value_heads=4, K=8, V=16):
@@ -111,7 +106,7 @@ CASES = {  # gated, shards, tensor, local tokens, packed, window, segment
 def test_whole_row(kernels, case):
     """Documents over several shards, a shard of padding, NaN there; two value heads to a key head; states with their gradients."""
     gated, shards, tensor, local, packed, window, segment = CASES[case]
-    cut(kernels, window, segment)
+    kda_stand_ins.cut(kernels, window, segment)
     ids = jnp.asarray(documents(shards, local)) if packed else None
     arrays, cotangents = make(np.random.default_rng(local), gated, shards * local, None if ids is None else np.asarray(ids))
     run = on_mesh(gated, shards, tensor, packed).lower(arrays, cotangents, ids).compile()
@@ -137,7 +132,7 @@ def test_whole_row(kernels, case):
 
 def test_remat_and_vmap(kernels):
     """Rematerialised under a vmap outside of shard_map's function body: two examples give what each gives alone."""
-    cut(kernels, 512, 0)
+    kda_stand_ins.cut(kernels, 512, 0)
     ids = jnp.asarray(documents(2, 9))
     examples = [make(np.random.default_rng(i), True, 18, np.asarray(ids)) for i in range(2)]
     mapped = lambda f: lambda *a: jax.vmap(jax.checkpoint(f))(*a)
@@ -160,7 +155,7 @@ def test_remat_and_vmap(kernels):
 
 def test_shards_of_one_device(kernels):
     """A vmap whose axis has a name in the place of the mesh, as tests/parallel/test_sequence_kda_gpu.py has it: the same numbers."""
-    cut(kernels, 512, 0)
+    kda_stand_ins.cut(kernels, 512, 0)
     ids = jnp.asarray(documents(2, 9))
     arrays, cotangents = make(np.random.default_rng(0), True, 18, np.asarray(ids))
     split = lambda x: jnp.moveaxis(x.reshape(2, 2, 9, *x.shape[2:]), 1, 0)
