@@ -25,6 +25,7 @@ from jax.custom_batching import custom_vmap
 
 from ..varying import match_varying
 from .layout import aligned_chunks, aligned_layout
+from .rows import fold_into_rows
 
 CHUNK = 32
 SIZES = (64, 128, 256)  # channels a kernel takes; others are filled up with zeros
@@ -209,25 +210,7 @@ def over_rows(run, plan: Plan):
     """
     call = custom_vmap(functools.partial(run, plan))
 
-    @call.def_vmap
-    def _(size, batched, shared, rows):
-        rows = jax.tree.map(lambda x, b: x if b else jnp.broadcast_to(x[None], (size, *x.shape)), rows, batched[1])
-        if any(jax.tree.leaves(batched[0])):  # a gate of its own for every example
-            shared = jax.tree.map(lambda x, b: x if b else jnp.broadcast_to(x[None], (size, *x.shape)), shared, batched[0])
-            out = lax.map(lambda x: call(*x), (shared, rows))
-        else:
-            most, together = _most_rows(plan, rows), 1
-            for divisor in range(1, size + 1):
-                if size % divisor == 0 and divisor <= most:
-                    together = divisor
-            groups = jax.tree.map(lambda x: x.reshape(size // together, together * x.shape[1], *x.shape[2:]), rows)
-            if together == size:
-                out = jax.tree.map(lambda x: x[None], call(shared, jax.tree.map(lambda x: x[0], groups)))
-            else:
-                out = lax.map(lambda x: call(shared, x), groups)
-            out = jax.tree.map(lambda x: x.reshape(size, x.shape[1] // together, *x.shape[2:]), out)
-        return out, jax.tree.map(lambda _: True, out)
-
+    call.def_vmap(lambda size, batched, *args: fold_into_rows(call, size, batched, *args, most=functools.partial(_most_rows, plan)))
     return call
 
 

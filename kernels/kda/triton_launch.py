@@ -17,7 +17,6 @@ import importlib
 import importlib.metadata
 import re
 import sys
-import threading
 import warnings
 from typing import Any
 
@@ -33,7 +32,6 @@ UNTRIED = {"triton": (3, 8, 0), "jax-triton": (0, 5, 0)}
 MISCOMPILES = (((3, 4, 0), (3, 7, 1)),)
 HOPPER = 90  # wgmma exists on this compute capability alone
 
-_lock = threading.Lock()
 _ours: set[int] = set()  # kernels launched by `call`, by id: those that must not ask for global scratch
 
 
@@ -103,10 +101,7 @@ def _jax_triton() -> Any:
 
 
 def _correct(library: Any) -> None:
-    check = getattr(library.CompilationResult, "__post_init__", None)
-    compile_kernel = getattr(library.TritonFunction, "_compile_kernel", None)
-    if check is None or compile_kernel is None:
-        return  # a version that is made otherwise
+    check, compile_kernel = library.CompilationResult.__post_init__, library.TritonFunction._compile_kernel
 
     def with_default_keys(result):
         for meta in result.tensordesc_meta or ():
@@ -147,10 +142,10 @@ def _correct(library: Any) -> None:
     library.TritonFunction._compile_kernel = corrected
 
 
-def descriptor(array, block_shape, layout=None) -> Any:
+def descriptor(array, block_shape, layout) -> Any:
     """A host TMA descriptor of a whole array, an operand of `call`; elements outside the array are read as 0.
 
-    layout: the shared-memory layout of a block (Gluon's NVMMASharedLayout); None for a kernel in plain Triton.
+    layout: the shared-memory layout of a block (Gluon's NVMMASharedLayout).
     """
     return _jax_triton().TensorDescriptor.from_array(array, tuple(block_shape), layout)
 
@@ -164,7 +159,6 @@ def call(
     aliases: dict[int | str, int] | None = None,
     maxnreg: int | None = None,
     num_stages: int | None = None,
-    name: str | None = None,
     **arguments,
 ):
     """Launch `kernel` inside a jit: operands (arrays, descriptors, Python numbers), then its outputs, in the order of its parameters.
@@ -180,8 +174,7 @@ def call(
     Inside shard_map the outputs vary over the mesh axes of all operands.
     """
     library = _jax_triton()
-    with _lock:
-        _ours.add(id(kernel))
+    _ours.add(id(kernel))
     parameters = library.TritonFunction(kernel)
     names = list(parameters.non_constexpr_param_names)
     positional = list(parameters.param_names)[: len(operands)]
@@ -201,7 +194,7 @@ def call(
             kernel=kernel,
             out_type=tuple(leaves[i] for i in order),
             grid=grid,
-            name=name or parameters.name,
+            name=parameters.name,
             num_warps=num_warps,
             num_stages=num_stages,
             compute_capability=HOPPER if _capability() is None else None,  # lowering for a GPU that is not here

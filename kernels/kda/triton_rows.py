@@ -3,10 +3,13 @@
 Shapes: N size of a vmapped axis, B batch.
 """
 
+import functools
+
 import jax
-import jax.numpy as jnp
 import triton  # pyright: ignore[reportMissingImports]
 import triton.language as tl  # pyright: ignore[reportMissingImports]
+
+from .rows import fold_into_rows
 
 
 @triton.jit
@@ -25,21 +28,6 @@ def over_rows(launch, rows, shared):
     Under vmap N and B become one axis. A vmapped `shared` runs one call for each of the N. Leaves may be None.
     """
 
-    @jax.custom_batching.custom_vmap
-    def call(rows, shared):
-        return launch(rows, shared)
-
-    @call.def_vmap
-    def vmapped(size, batched, rows, shared):
-        rows_batched, shared_batched = batched
-        spread = lambda x, is_batched: x if is_batched else jnp.broadcast_to(x, (size, *x.shape))
-        rows = jax.tree.map(spread, rows, rows_batched)
-        if any(jax.tree.leaves(shared_batched)):
-            shared = jax.tree.map(spread, shared, shared_batched)
-            out = jax.lax.map(lambda pair: call(*pair), (rows, shared))
-        else:
-            out = call(jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), rows), shared)
-            out = jax.tree.map(lambda x: x.reshape(size, -1, *x.shape[1:]), out)
-        return out, jax.tree.map(lambda _: True, out)
-
-    return call(rows, shared)
+    call = jax.custom_batching.custom_vmap(lambda shared, rows: launch(rows, shared))
+    call.def_vmap(functools.partial(fold_into_rows, call))
+    return call(shared, rows)
