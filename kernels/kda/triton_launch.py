@@ -185,6 +185,10 @@ def call(
     leaves, form = jax.tree.flatten(out_type)
     order = sorted(range(len(leaves)), key=lambda i: i in positions.values())
     positions = {operand: order.index(output) for operand, output in positions.items()}
+    if positions:
+        # Barriers before and after: in a loop XLA fuses a kernel with the slices it reads and the stack its results go to, and forgets
+        # that an aliased output is written through its operand (seen on an H200: windows under lax.map, the stacked o stayed 0).
+        operands, arguments = _behind_barrier((operands, arguments))
     options = {} if maxnreg is None else {"maxnreg": maxnreg}
     with warnings.catch_warnings():
         # jax-triton would rather have refs than aliases. A ref is an effect, which custom_vjp and remat do not take.
@@ -202,6 +206,17 @@ def call(
             input_output_aliases=positions,
             **arguments,
         )
+    if positions:
+        outputs = jax.lax.optimization_barrier(outputs)
     arrays = [x for x in jax.tree.leaves((operands, arguments)) if isinstance(x, jax.Array)]
     outputs = [match_varying(outputs[order.index(i)], *arrays) for i in range(len(leaves))]
     return jax.tree.unflatten(form, outputs)
+
+
+def _behind_barrier(tree) -> Any:
+    """`tree` with its arrays, those of descriptors too, behind one optimization barrier."""
+    leaves, form = jax.tree.flatten(tree)
+    places = [i for i, x in enumerate(leaves) if isinstance(x, jax.Array)]
+    for place, x in zip(places, jax.lax.optimization_barrier([leaves[i] for i in places]), strict=True):
+        leaves[place] = x
+    return jax.tree.unflatten(form, leaves)

@@ -16,7 +16,7 @@ import pytest
 sys.path.insert(0, os.path.dirname(__file__))
 from lowering import absent_h200, launches
 
-from moejax.kernels.kda import gated_kda, kda, triton, triton_launch
+from moejax.kernels.kda import gated_kda, kda, kda_decode, triton, triton_launch
 
 BF16, F32 = jnp.bfloat16, jnp.float32
 
@@ -93,6 +93,49 @@ def test_buffers_taken_over_are_the_last_outputs():
         assert aliased == list(range(outputs - len(aliased), outputs)), line[-400:]
         taken += len(aliased)
     assert taken == 1 + 5  # o, and the five gradients of tokens
+
+
+def in_a_loop(monkeypatch, place=None):
+    """A map over rows, each in two windows with their gradients, and a scan of decoding steps; lowered for the card."""
+    monkeypatch.setattr(triton, "cut", lambda *sizes: (64, 0))
+    arrays, gate, state = operands(1, 128, 2, 2, 128, 128)
+    row = lambda x: jax.ShapeDtypeStruct((3, *x.shape), x.dtype)
+    token = lambda x: jax.ShapeDtypeStruct((3, 1, *x.shape[2:]), x.dtype)
+
+    def both(rows, tokens, gate, state):
+        def row(x):
+            o, vjp = jax.vjp(lambda *x: gated_kda(*x, *gate)[0], *x)
+            return o, vjp(o)
+
+        return jax.lax.map(row, rows), jax.lax.scan(lambda s, x: kda_decode(*x, *gate, s)[::-1], state, tokens)
+
+    arguments = (tuple(map(row, arrays)), tuple(map(token, arrays)), gate, state)
+    if place is not None:
+        arguments = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), arguments)
+    return jax.jit(both).trace(*arguments).lower(lowering_platforms=("cuda",))
+
+
+def test_a_kernel_that_writes_in_place_stands_between_barriers(monkeypatch):
+    """What XLA fuses with slices and stacks in a loop must not write through an operand: the stack would not change."""
+    lines = in_a_loop(monkeypatch).as_text().splitlines()
+    barriers = [line for line in lines if "optimization_barrier" in line]
+    behind = {line.split("=")[0].strip().split(":")[0] for line in barriers}
+    calls = [line for line in lines if "@triton_kernel_call_ffi" in line and "output_tuple_indices" in line]
+    for line in calls:
+        read = re.findall(r"(%\w+)(?:#\d+)?", line.split("@triton_kernel_call_ffi(")[1].split(")")[0])
+        assert set(read) <= behind, (read, line[-300:])
+        result = re.escape(line.split("=")[0].strip().split(":")[0])
+        assert any(re.search(rf"optimization_barrier .*{result}\b", barrier) for barrier in barriers), line[-300:]
+    assert len(calls) == 1 + 1 + 1  # the second window of o and of the gradients, the state of the decoding step
+
+
+def test_no_kernel_in_a_fusion_writes_in_place(monkeypatch):
+    inside, found = "", []
+    for line in in_a_loop(monkeypatch, absent_h200()).compile().as_text().splitlines():
+        inside = line if line.startswith(("%", "ENTRY")) else inside
+        if "output_to_operand_aliasing" in line and "triton_kernel_call_ffi" in line:
+            found.append("fusion" not in inside.split("(")[0])
+    assert found == [True] * 3
 
 
 def test_few_heads_in_segments():
