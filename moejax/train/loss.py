@@ -1,6 +1,6 @@
 """Next-token cross-entropy over a large vocabulary, in chunks of tokens.
 
-Shapes: B batch, T tokens, N tokens in all, D model width, V vocabulary.
+Shapes: B batch, T tokens, N tokens in all, D model width, V vocabulary, G groups.
 """
 
 from __future__ import annotations
@@ -28,19 +28,30 @@ def next_token_targets(tokens: jax.Array, segment_ids: jax.Array | None) -> tupl
 
 
 def chunked_cross_entropy(
-    hidden: jax.Array, head: jax.Array, targets: jax.Array, valid: jax.Array, *, chunk: int = 1024
-) -> jax.Array:
+    hidden: jax.Array,
+    head: jax.Array,
+    targets: jax.Array,
+    valid: jax.Array,
+    *,
+    chunk: int = 1024,
+    groups: jax.Array | None = None,
+    num_groups: int = 0,
+):
     """Sum of -log softmax(hidden @ head)[target] over valid tokens, in nats, without a [N,V] array in memory.
 
     Args:
       hidden: [N,D]. head: [D,V], cast to hidden.dtype. targets: [N] int32. valid: [N] bool.
       chunk: tokens whose logits exist at one time; the backward pass computes them again.
+      groups: [N] int32 in [0, num_groups), to see which tokens the loss comes from; None: not asked.
 
     Returns:
-      [] float32 (float64 for float64 inputs). Invalid positions are not read.
+      [] float32 (float64 for float64 inputs). Invalid positions are not read. With `groups`: that, and [2,G] float32: nats and
+      tokens of each group, without a gradient.
     """
     if chunk < 1:
         raise ValueError(f"chunk is {chunk}; it must be at least 1.")
+    if (groups is None) != (num_groups == 0):
+        raise ValueError(f"num_groups is {num_groups} {'without' if groups is None else 'with'} groups; give both or neither.")
     tokens = hidden.shape[0]
     chunk = min(chunk, tokens)
     wide = accumulation_dtype(hidden)
@@ -52,16 +63,27 @@ def chunked_cross_entropy(
         x = jnp.pad(x, ((0, pad),) + ((0, 0),) * (x.ndim - 1))
         return jnp.moveaxis(x.reshape(chunk, -1, *x.shape[1:]), 1, 0)
 
-    parts = (split(hidden), split(jnp.where(valid, targets, 0)), split(valid))
+    parts = (split(hidden), split(jnp.where(valid, targets, 0)), split(valid), None if groups is None else split(groups))
     head = head.astype(hidden.dtype)
 
     @jax.checkpoint
-    def add(total, part):
-        h, target, counted = part
+    def add(totals, part):
+        h, target, counted, group = part
         logits = jnp.matmul(h, head, preferred_element_type=wide)
         picked = jnp.take_along_axis(logits, target[:, None], axis=1)[:, 0]
-        nats = jax.nn.logsumexp(logits, axis=1) - picked
-        return total + jnp.sum(jnp.where(counted, nats, 0)), None
+        nats = jnp.where(counted, jax.nn.logsumexp(logits, axis=1) - picked, 0)
+        total, sums = totals
+        if group is not None:
+            sums += _sums_by_group(jax.lax.stop_gradient(nats), counted, group, num_groups)
+        return (total + jnp.sum(nats), sums), None
 
     with jax.named_scope("vocabulary_loss"):
-        return jax.lax.scan(add, jnp.zeros((), wide), parts)[0]
+        zeros = (jnp.zeros((), wide), jnp.zeros((2, num_groups), jnp.float32))
+        (total, sums), _ = jax.lax.scan(add, zeros, parts)
+    return total if groups is None else (total, sums)
+
+
+def _sums_by_group(nats: jax.Array, counted: jax.Array, group: jax.Array, num_groups: int) -> jax.Array:
+    """[2,G] float32. Sums under a mask, not a scatter: they shard over tokens and are the same bits in every run on a GPU."""
+    member = (group[:, None] == jnp.arange(num_groups)) & counted[:, None]
+    return jnp.stack([jnp.sum(jnp.where(member, nats[:, None], 0), axis=0), jnp.sum(member, axis=0)]).astype(jnp.float32)

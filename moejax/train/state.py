@@ -29,6 +29,8 @@ class TrainState:
     """Strengths of the balancing rule: runtime scalars that may change without a recompile."""
     skipped: jax.Array
     """[] int32: updates skipped because the loss or the gradient was not finite."""
+    rng: jax.Array
+    """Typed key of what the run draws (its samples of text), folded with the step: it stays as it is."""
 
 
 def init_state(
@@ -40,13 +42,22 @@ def init_state(
 ) -> TrainState:
     """A fresh state. Pure: call it under `jax.jit` (with `out_shardings` to initialise straight into shards)."""
     variables = model.init(key, jnp.zeros((1, 1), jnp.int32))
-    return make_state(variables["params"], variables.get("router_state", {}), optimizer, balance=balance)
+    rng = jax.random.fold_in(key, 1)
+    return make_state(variables["params"], variables.get("router_state", {}), optimizer, balance=balance, rng=rng)
 
 
 def make_state(
-    params: Any, router_state: Any, optimizer: optax.GradientTransformation, *, balance: BalanceStrength | None = None
+    params: Any,
+    router_state: Any,
+    optimizer: optax.GradientTransformation,
+    *,
+    balance: BalanceStrength | None = None,
+    rng: jax.Array | None = None,
 ) -> TrainState:
-    """The state that starts training from given parameters and selection biases, as from `moejax.hub.load`."""
+    """The state that starts training from given parameters and selection biases, as from `moejax.hub.load`.
+
+    rng: a typed key; None: jax.random.key(0).
+    """
     return TrainState(
         step=jnp.zeros((), jnp.int32),
         params=params,
@@ -54,4 +65,5 @@ def make_state(
         router_state=router_state,
         balance=BalanceStrength() if balance is None else balance,
         skipped=jnp.zeros((), jnp.int32),
+        rng=jax.random.key(0) if rng is None else rng,
     )

@@ -1,6 +1,7 @@
 """The train step and the evaluation step: pure functions for the caller to jit.
 
-Shapes: M micro-batches, B rows, T tokens. A batch is {"tokens": int32 [B,T] or [M,B,T], "segment_ids": the same shape}.
+Shapes: M micro-batches, B rows, T tokens, G = domains x position buckets. A batch is {"tokens": int32 [B,T] or [M,B,T],
+"segment_ids": the same shape}, and what else `moejax.train.batch` names.
 """
 
 from __future__ import annotations
@@ -21,16 +22,21 @@ from .balance import (
     select_statistics,
     update_router,
 )
-from .loss import chunked_cross_entropy, next_token_targets
+from .batch import POSITION_BUCKETS, Batch, Targets, as_micro_batches, check_batch, read_targets
+from .loss import chunked_cross_entropy
 from .optimizers import widened
 from .state import TrainState
 
-Batch = dict[str, jax.Array]
 Metrics = dict[str, jax.Array]
 
 
 def make_train_step(
-    model: HybridLM, optimizer: optax.GradientTransformation, *, clip_norm: float | None = 1.0, loss_chunk: int = 1024
+    model: HybridLM,
+    optimizer: optax.GradientTransformation,
+    *,
+    clip_norm: float | None = 1.0,
+    loss_chunk: int = 1024,
+    domains: int = 0,
 ) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
     """Build step(state, batch) -> (state, metrics), pure; jit it with `donate_argnums=0`.
 
@@ -43,18 +49,21 @@ def make_train_step(
       optimizer: any optax transformation of `params`.
       clip_norm: largest global gradient norm; None: no clipping.
       loss_chunk: tokens whose logits exist at one time, on each of the devices that share the tokens (a chunk gathers the head).
+      domains: how many domains the batch's "domains" number; the metrics then have loss_groups and token_groups [G] float32: nats and
+        targets of each domain at each range of positions (index domain * 21 + floor(log2(position))). 0: not asked.
 
     Returns:
       The step. Metrics: loss, tokens, grad_norm, skipped (this step: 0 or 1), and per MoE layer [L] the figures of
       `moejax.train.balance.balance_metrics`.
 
     Raises:
-      ValueError: clip_norm not positive, or a model with packed experts (expert_weights="mxfp4"), which are read-only.
+      ValueError: clip_norm not positive, domains negative, or a model with packed experts (expert_weights="mxfp4"), which are read-only.
     """
     if clip_norm is not None and not clip_norm > 0:
         raise ValueError(f"clip_norm is {clip_norm}; it must be positive, or None for no clipping.")
     config = model.config
     loss_chunk = _over_devices(model, loss_chunk)
+    _check_domains(domains)
     if config.moe.expert_weights == "mxfp4":
         raise ValueError(
             "MoEConfig.expert_weights is 'mxfp4': packed experts are read-only and cannot be trained. Load the checkpoint "
@@ -64,17 +73,18 @@ def make_train_step(
 
     def step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         check_batch(batch)
-        tokens, segment_ids = (_micro_batches(batch[name]) for name in ("tokens", "segment_ids"))
-        count = jnp.sum(next_token_targets(*map(_flat, (tokens, segment_ids)))[1])
+        batch = as_micro_batches(batch)
+        count = jnp.sum(read_targets(_flat(batch), 0).valid)
         scale = 1.0 / jnp.maximum(count, 1)
 
-        def objective(params, tokens, segment_ids):
-            nats, aux, stats = _forward(model, params, state.router_state, tokens, segment_ids, loss_chunk)
-            weight = jnp.sum(next_token_targets(tokens, segment_ids)[1]) * scale
+        def objective(params, micro):
+            read = read_targets(micro, domains)
+            (nats, groups), aux, stats = _forward(model, params, state.router_state, micro, read, loss_chunk, domains)
+            weight = jnp.sum(read.valid) * scale
             total = nats * scale + state.balance.aux_coefficient * aux * weight
-            return total, (nats, stats)
+            return total, ((nats, groups), stats)
 
-        grads, nats, stats = _accumulate(objective, state.params, tokens, segment_ids, stacked)
+        grads, (nats, groups), stats = _accumulate(objective, state.params, batch, stacked)
         loss = nats * scale
         with jax.named_scope("optimizer"):
             norm = optax.tree.norm(grads)
@@ -93,33 +103,41 @@ def make_train_step(
             lambda new, old: jnp.where(finite, new, old), (params, opt_state, router_state), kept
         )
         skipped = 1 - finite.astype(jnp.int32)
-        state = TrainState(
-            step=state.step + 1,
-            params=params,
-            opt_state=opt_state,
-            router_state=router_state,
-            balance=state.balance,
-            skipped=state.skipped + skipped,
+        state = state.replace(
+            step=state.step + 1, params=params, opt_state=opt_state, router_state=router_state, skipped=state.skipped + skipped
         )
         metrics = {"loss": loss, "tokens": count, "grad_norm": norm, "skipped": skipped}
+        if domains:
+            metrics |= {"loss_groups": groups[0], "token_groups": groups[1]}
         return state, metrics | balance_metrics(config, stats, router_state)
 
     return step
 
 
-def make_eval_step(model: HybridLM, *, loss_chunk: int = 1024) -> Callable[[TrainState, Batch], Metrics]:
-    """Build evaluate(state, batch) -> {"loss_sum": nats, "tokens": count}. The router counts nothing and stays as it is."""
+def make_eval_step(model: HybridLM, *, loss_chunk: int = 1024, domains: int = 0) -> Callable[[TrainState, Batch], Metrics]:
+    """Build evaluate(state, batch) -> {"loss_sum": nats, "tokens": count}; with `domains` also loss_groups and token_groups [G].
+
+    The router counts nothing and stays as it is.
+    """
     loss_chunk = _over_devices(model, loss_chunk)
+    _check_domains(domains)
 
     def evaluate(state: TrainState, batch: Batch) -> Metrics:
         check_batch(batch)
-        tokens, segment_ids = (_flat(_micro_batches(batch[name])) for name in ("tokens", "segment_ids"))
+        batch = _flat(as_micro_batches(batch))
+        read = read_targets(batch, domains)
         variables = {"params": state.params, "router_state": state.router_state}
-        hidden = model.apply(variables, tokens, segment_ids, return_hidden=True)
-        nats = _cross_entropy(hidden, state.params["head"], tokens, segment_ids, loss_chunk)
-        return {"loss_sum": nats, "tokens": jnp.sum(next_token_targets(tokens, segment_ids)[1])}
+        hidden = model.apply(variables, batch["tokens"], batch["segment_ids"], return_hidden=True)
+        nats, groups = _cross_entropy(hidden, state.params["head"], read, loss_chunk, domains)
+        metrics = {"loss_sum": nats, "tokens": jnp.sum(read.valid)}
+        return metrics | ({"loss_groups": groups[0], "token_groups": groups[1]} if domains else {})
 
     return evaluate
+
+
+def _check_domains(domains: int) -> None:
+    if domains < 0:
+        raise ValueError(f"domains is {domains}; it must be the number of domains, or 0 for no loss by domain.")
 
 
 def _over_devices(model: HybridLM, loss_chunk: int) -> int:
@@ -127,64 +145,48 @@ def _over_devices(model: HybridLM, loss_chunk: int) -> int:
     return loss_chunk if model.parallel is None else loss_chunk * model.parallel.size("batch") * model.parallel.size("time")
 
 
-def check_batch(batch: Batch) -> None:
-    """Raise ValueError unless `batch` has tokens and segment_ids of one shape [B,T] or [M,B,T]."""
-    for name in ("tokens", "segment_ids"):
-        if name not in batch:
-            raise ValueError(f"the batch has {sorted(batch)}; it must have 'tokens' and 'segment_ids'.")
-    shape = batch["tokens"].shape
-    if len(shape) not in (2, 3) or batch["segment_ids"].shape != shape:
-        raise ValueError(
-            f"tokens has shape {shape} and segment_ids {batch['segment_ids'].shape}; both must be [B,T] or [M,B,T], equal."
-        )
-
-
-def _micro_batches(x: jax.Array) -> jax.Array:
-    return x if x.ndim == 3 else x[None]
-
-
-def _flat(x: jax.Array) -> jax.Array:
+def _flat(batch: Batch) -> Batch:
     """[M,B,T] -> [M*B,T]."""
-    return x.reshape(-1, x.shape[-1])
+    return {name: x.reshape(-1, x.shape[-1]) for name, x in batch.items()}
 
 
-def _forward(model, params, router_state, tokens, segment_ids, loss_chunk) -> tuple[jax.Array, jax.Array, Statistics]:
-    """-> (summed nats, balancing loss, routing statistics)."""
+def _forward(model, params, router_state, micro, read: Targets, loss_chunk, domains) -> tuple[Any, jax.Array, Statistics]:
+    """-> ((summed nats, sums by group), balancing loss, routing statistics)."""
     variables = {"params": params, "router_state": router_state}
-    hidden, written = model.apply(variables, tokens, segment_ids, return_hidden=True, mutable=["router_stats"])
-    nats = _cross_entropy(hidden, params["head"], tokens, segment_ids, loss_chunk)
+    hidden, written = model.apply(variables, micro["tokens"], micro["segment_ids"], return_hidden=True, mutable=["router_stats"])
     stats = written.get("router_stats", {})
-    return nats, stats.get("aux_loss_total", 0.0), by_layer(stats)
+    return _cross_entropy(hidden, params["head"], read, loss_chunk, domains), stats.get("aux_loss_total", 0.0), by_layer(stats)
 
 
-def _cross_entropy(hidden, head, tokens, segment_ids, chunk) -> jax.Array:
-    targets, valid = next_token_targets(tokens, segment_ids)
-    return chunked_cross_entropy(
-        hidden.reshape(-1, hidden.shape[-1]), head, targets.reshape(-1), valid.reshape(-1), chunk=chunk
-    )
+def _cross_entropy(hidden, head, read: Targets, chunk: int, domains: int) -> tuple[jax.Array, Any]:
+    """-> summed nats, [2,G] nats and targets by group (None when not asked)."""
+    hidden, targets, valid = hidden.reshape(-1, hidden.shape[-1]), read.targets.reshape(-1), read.valid.reshape(-1)
+    if read.groups is None:
+        return chunked_cross_entropy(hidden, head, targets, valid, chunk=chunk), None
+    size = domains * POSITION_BUCKETS
+    return chunked_cross_entropy(hidden, head, targets, valid, chunk=chunk, groups=read.groups.reshape(-1), num_groups=size)
 
 
-def _accumulate(objective, params, tokens, segment_ids, stacked: bool) -> tuple[Any, jax.Array, Statistics]:
-    """Gradients, nats and statistics of all micro-batches: summed, except per-token statistics, which are joined."""
+def _accumulate(objective, params, batch: Batch, stacked: bool) -> tuple[Any, Any, Statistics]:
+    """Gradients, sums of the loss and statistics of all micro-batches: summed, except per-token statistics, which are joined."""
 
     def gradient(*arguments):
         grads, aux = jax.grad(objective, has_aux=True)(*arguments)
         return widened(grads), aux  # sums and norms of bfloat16 gradients keep 8 bits
 
-    if tokens.shape[0] == 1:
-        grads, (nats, stats) = gradient(params, tokens[0], segment_ids[0])
-        return grads, nats, stats
+    if batch["tokens"].shape[0] == 1:
+        grads, (sums, stats) = gradient(params, jax.tree.map(lambda x: x[0], batch))
+        return grads, sums, stats
 
     def part(micro):
-        grads, (nats, stats) = gradient(params, *micro)
-        return (grads, nats, select_statistics(stats, per_token=False)), select_statistics(stats, per_token=True)
+        grads, (sums, stats) = gradient(params, micro)
+        return (grads, sums, select_statistics(stats, per_token=False)), select_statistics(stats, per_token=True)
 
     def body(total, micro):
         more, per_token = part(micro)
         return jax.tree.map(jnp.add, total, more), per_token
 
-    micro_batches = (tokens, segment_ids)
-    shapes, _ = jax.eval_shape(part, jax.tree.map(lambda x: x[0], micro_batches))
+    shapes, _ = jax.eval_shape(part, jax.tree.map(lambda x: x[0], batch))
     zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
-    (grads, nats, summed), per_token = jax.lax.scan(body, zeros, micro_batches)
-    return grads, nats, join_statistics(summed, per_token, stacked)
+    (grads, sums, summed), per_token = jax.lax.scan(body, zeros, batch)
+    return grads, sums, join_statistics(summed, per_token, stacked)

@@ -56,6 +56,7 @@ def train():
     for _ in range(2):
         state, metrics = step(state, batch)
         losses.append(np.asarray(metrics["loss"]))
+    state = state.replace(rng=jax.random.key_data(state.rng))
     return [*losses, *map(np.asarray, jax.tree.leaves(whole(state)))]
 
 runs = [train(), train()]

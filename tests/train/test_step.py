@@ -57,10 +57,14 @@ def toy_step(toy):
     return model, state, jax.jit(make_train_step(model, OPTIMIZER))
 
 
+def numbers(tree):
+    """The leaves as NumPy arrays, random keys as their words."""
+    is_key = lambda x: jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+    return [np.asarray(jax.random.key_data(x) if is_key(x) else x) for x in jax.tree.leaves(tree)]
+
+
 def leaves_equal(a, b):
-    return all(
-        np.array_equal(x, y, equal_nan=True) for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
-    )
+    return all(np.array_equal(x, y, equal_nan=True) for x, y in zip(numbers(a), numbers(b), strict=True))
 
 
 def test_same_bits_twice_and_learns(toy_step, batch):
@@ -167,7 +171,7 @@ def test_recomputation_counts_and_weighs_once(toy, batch, noisy, rule):
         model, state = start(config.replace(remat=remat), sgd, aux_coefficient=1.0)
         state = state.replace(params=noisy(state.params, jax.random.key(7)))
         after.append(jax.jit(make_train_step(model, sgd, clip_norm=None))(state, batch)[0])
-    for a, b in zip(jax.tree.leaves(after[0]), jax.tree.leaves(after[1]), strict=True):
+    for a, b in zip(numbers(after[0]), numbers(after[1]), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
 
 
@@ -182,7 +186,7 @@ def test_full_residual_trains(toy, batch):
     whole, metrics = step(state, batch)
     split, _ = step(state, {name: value.reshape(2, 2, -1) for name, value in batch.items()})
     assert metrics["expert_load"].shape == (1, config.moe.experts)
-    for a, b in zip(jax.tree.leaves(whole), jax.tree.leaves(split), strict=True):
+    for a, b in zip(numbers(whole), numbers(split), strict=True):
         np.testing.assert_allclose(a, b, atol=2e-6)
 
 
