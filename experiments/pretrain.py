@@ -21,8 +21,10 @@ from moejax.modules.model import compute_dtype
 from moejax.ops.attention_gpu import AttentionFacts, attention_implementation
 from moejax.parallel import initialize, leave, who_is_who
 from moejax.parallel.agreement import raised_on_all, text_of_first
+from moejax.train.checkpoint_write import CheckpointError
 from moejax.train.display import Display
 from moejax.train.pretraining import Pretraining
+from moejax.train.replay import ReplayMismatch
 from moejax.train.report import summary_lines
 from moejax.train.run_config import (
     PretrainConfig,
@@ -52,6 +54,9 @@ def main(arguments: list[str] | None = None) -> int:
     except (ValueError, FileNotFoundError, TimeoutError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except (CheckpointError, ReplayMismatch) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
         print("aborted; what the last checkpoint holds is safe", file=sys.stderr)
         return 130
@@ -103,7 +108,7 @@ def train(config: PretrainConfig, display: Display) -> int:
         show(summary, folder, display)
     if summary["speed"]["cache_hits"]:
         display.note(f"Compiled programs came from {cache}")
-    return 1 if "not finite" in summary["ended_by"] else 0
+    return 1 if summary["failure"] else 0
 
 
 def attention_note(config: PretrainConfig, model: ModelConfig) -> str:
@@ -146,7 +151,8 @@ def evaluate(config: PretrainConfig, display: Display) -> int:
     assert config.evaluate
     _, model = load_run(config.evaluate)
     run = Pretraining(config, model, read_corpus(config, display), pathlib.Path(config.evaluate), display)
-    state, step = run.restore()
+    state, metadata = run.restore()
+    step = metadata["step"]
     with display.phase("scoring the held-out text"):
         score = run.score(state)
     display.note(f"{config.evaluate}, checkpoint of step {step}: held-out bits per byte")

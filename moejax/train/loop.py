@@ -1,4 +1,4 @@
-"""The loop around a train step: feeds it, writes its metrics down, saves, and stops cleanly when asked to."""
+"""The loop around a train step: feeds it, has its metrics judged and its state kept, goes back, and stops cleanly when asked to."""
 
 import contextlib
 import dataclasses
@@ -6,12 +6,10 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import numpy as np
-
-MAX_SKIPPED = 10  # updates skipped in a row before the run ends: the parameters do not move any more
 
 
 @dataclasses.dataclass
@@ -45,80 +43,134 @@ def stop_on_signals(announce: Callable[[str], None]) -> Iterator[StopRequest]:
 
 @dataclasses.dataclass(frozen=True)
 class LoopResult:
-    """state after `step` steps; reason: why the loop ended before its last step, else empty."""
+    """state after `step` steps, data: the position in the data then; reason: why the loop ended before its last step, else empty."""
 
     state: Any
     step: int
+    data: Any
     reason: str
+
+
+@dataclasses.dataclass(frozen=True)
+class StepTimes:
+    """Seconds of a step, as the host sees them: seconds from one step's end to the next, of which data_wait were spent in `next`."""
+
+    seconds: float
+    data_wait: float
+
+
+class Caretaker(Protocol):
+    """What the loop asks while it runs. Every process of a run gets the same answers."""
+
+    def check(self) -> None:
+        """Before each step: raises what went wrong in the background."""
+        ...
+
+    def observe(self, step: int, metrics: dict[str, np.ndarray], times: StepTimes) -> str:
+        """The host metrics of `step`, in order, one step behind the device. -> "go", "rollback" or "stop"."""
+        ...
+
+    def due(self, step: int) -> bool:
+        """Whether `keep` wants the state after `step`."""
+        ...
+
+    def keep(self, step: int, state: Any, data: Any) -> None:
+        """Save or copy the state after `step`, whose metrics were observed; data: the position after its batch."""
+        ...
+
+    def roll_back(self) -> tuple[Any, int] | None:
+        """After "rollback": -> (state, step) to go on from, or None to end the run."""
+        ...
+
+    @property
+    def reason(self) -> str:
+        """Why it said "stop", or returned None."""
+        ...
 
 
 def run_loop(
     train_step: Callable[[Any, Any], tuple[Any, dict]],
     state: Any,
-    batch_of: Callable[[int], Any],
+    batches: Iterator[tuple[Any, Any]],
+    caretaker: Caretaker,
     *,
     first: int,
     last: int,
-    on_metrics: Callable[[int, dict[str, np.ndarray], float], None],
-    save: Callable[[int, Any], None],
-    save_every: int,
+    data: Any,
     request: StopRequest,
     deadline: float | None = None,
     before_step: Callable[[int], None] = lambda step: None,
     agree: Callable[[str], str] = lambda reason: reason,
     agree_every: int = 1,
 ) -> LoopResult:
-    """Run steps first + 1 .. last. `batch_of(i)` is the batch after i steps, a pure function.
+    """Run steps first + 1 .. last; a rollback takes the number of the step back, never the data.
 
-    on_metrics(step, host metrics, seconds): called once a step in order, one step behind the device, so that fetching
-    never stalls it. save(step, state): every `save_every` steps and at the end, after the metrics up to `step` were
-    handed over. deadline: `time.monotonic()` past which the loop ends. agree: from this process's reason to end to that of
-    all processes, called after every `agree_every` steps; between them nothing ends the loop.
+    batches: (batch, the position in the data after it); its end ends the run. data: the position before the first. deadline:
+    `time.monotonic()` past which the loop ends. agree: from this process's reason to end to that of all processes, called after every
+    `agree_every` steps; between them no request ends the loop. The state at the end is not kept here.
     """
-    behind = _OneBehind(on_metrics)
-    step, reason, saved = first, "", first
-    for step in range(first + 1, last + 1):
-        before_step(step)
-        state, metrics = train_step(state, batch_of(step - 1))
-        behind.push(step, metrics)
-        reason = agree(request.reason or behind.problem or _late(deadline)) if step % agree_every == 0 else ""
-        if step % save_every == 0 and not reason and step != last:
-            behind.flush()
-            save(step, state)
-            saved = step
-            behind.restart_clock()
-        if reason:
+    behind = _OneBehind(caretaker.observe)
+    step, reason = first, ""
+    while step < last and not reason:
+        caretaker.check()
+        before_step(step + 1)
+        started = time.perf_counter()
+        try:
+            batch, data = next(batches)
+        except StopIteration:
+            reason = "the end of the data"
             break
-    behind.flush()
-    if step > saved:
-        save(step, state)
-    return LoopResult(state, step, reason if step < last else "")
+        waited = time.perf_counter() - started
+        step += 1
+        state, metrics = train_step(state, batch)
+        verdict = behind.push(step, metrics, waited)
+        if step % agree_every == 0:
+            reason = agree(request.reason or _late(deadline))
+        if verdict == "go" and (caretaker.due(step) or reason or step == last):
+            verdict = behind.flush()
+            if verdict == "go" and caretaker.due(step):
+                caretaker.keep(step, state, data)
+                behind.restart_clock()
+        if verdict == "rollback":
+            behind.drop()
+            back = caretaker.roll_back()
+            if back is None:
+                return LoopResult(state, step, data, caretaker.reason)
+            state, step = back
+            behind.restart_clock()
+        elif verdict == "stop":
+            reason = caretaker.reason
+    if behind.flush() != "go" and not reason:
+        reason = caretaker.reason
+    return LoopResult(state, step, data, reason if step < last else "")
 
 
 class _OneBehind:
-    def __init__(self, on_metrics: Callable[[int, dict[str, np.ndarray], float], None]):
-        self._on_metrics = on_metrics
-        self._pending: tuple[int, dict] | None = None
+    def __init__(self, observe: Callable[[int, dict[str, np.ndarray], StepTimes], str]):
+        self._observe = observe
+        self._pending: tuple[int, dict, float] | None = None
         self._clock = time.perf_counter()
-        self._skipped = 0
-        self.problem = ""
 
-    def push(self, step: int, metrics: dict) -> None:
-        self.flush()
-        self._pending = (step, metrics)
+    def push(self, step: int, metrics: dict, waited: float) -> str:
+        """-> the verdict on the step before."""
+        verdict = self.flush()
+        self._pending = (step, metrics, waited)
+        return verdict
 
-    def flush(self) -> None:
+    def flush(self) -> str:
         if self._pending is None:
-            return
-        step, metrics = self._pending
+            return "go"
+        step, metrics, waited = self._pending
         self._pending = None
         host = jax.device_get(metrics)
         now = time.perf_counter()
-        self._on_metrics(step, host, now - self._clock)
+        times = StepTimes(now - self._clock, waited)
         self._clock = now
-        self._skipped = self._skipped + 1 if host["skipped"] else 0
-        if self._skipped >= MAX_SKIPPED:
-            self.problem = f"loss or gradient not finite {MAX_SKIPPED} steps in a row (step {step})"
+        return self._observe(step, host, times)
+
+    def drop(self) -> None:
+        """Forget a step that was given up."""
+        self._pending = None
 
     def restart_clock(self) -> None:
         self._clock = time.perf_counter()

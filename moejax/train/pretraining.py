@@ -5,6 +5,7 @@ B: rows a batch, M: micro-batches, T: tokens a row (the context).
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import pathlib
 import tempfile
@@ -17,22 +18,19 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from ..config import ModelConfig
-from ..data import (
-    ByteTokenizer,
-    Corpus,
-    CountModels,
-    PackedBatches,
-    TokenStream,
-    valid_targets,
-)
-from ..modules.model import HybridLM, check_tokens
+from ..data import ByteTokenizer, Corpus, CorpusSource, CountModels, DataStream, Mixture, PackedBatches, TokenStream, valid_targets
+from ..data.stream import check_fingerprint
+from ..modules.model import HybridLM
 from ..parallel import ModelParallel, batch_sharding, make_mesh, parameter_shardings
 from ..parallel.agreement import text_of_any
-from .checkpoint import Checkpointer
+from .caretaker import Caretaker
 from .display import Display
+from .events import Event, EventLog
 from .flops import flops_per_token
-from .loop import LoopResult, StopRequest, run_loop, stop_on_signals
-from .optimizers import adamw, cosine_schedule
+from .loop import LoopResult, StepTimes, StopRequest, run_loop, stop_on_signals
+from .observation import Observation
+from .optimizers import make_optimizer, make_schedule
+from .replay import ReplayProbe
 from .report import balance_figures, draw, summary_lines
 from .run_config import PROFILED_STEPS, PretrainConfig, write_json
 from .sample import sample_window
@@ -42,36 +40,36 @@ from .throughput import peak_flops
 from .tracker import CompileCounter, Tracker
 
 AGREE_EVERY = 10  # steps between the processes' agreements on whether to end: each waits for the device
+SHOWN_EVENTS = ("alarm", "rollback", "stall", "replay_mismatch", "checkpoint_failed", "stopped")
+LONG_FILE = 32 << 10  # bytes: files above are a domain of their own, whose loss is shown apart
 
 
 class Pretraining:
-    """One run: its corpus, model, records and checkpoints. `run` trains, `score` scores."""
+    """One run: its corpus, model, data, records and checkpoints. `run` trains, `score` scores."""
 
     def __init__(self, config: PretrainConfig, model: ModelConfig, corpus: Corpus, folder: pathlib.Path, display: Display):
         self.start = time.monotonic()
         self.config, self.model_config, self.corpus, self.folder, self.display = config, model, corpus, folder, display
         self.tokenizer = ByteTokenizer()
         self.mesh = make_mesh(config.mesh) if config.mesh.size > 1 else None
-        self.model = HybridLM(model, parallel=None if self.mesh is None else ModelParallel(self.mesh))
-        self.optimizer = adamw(config.optimizer)
+        parallel = None if self.mesh is None else ModelParallel(self.mesh)
+        self.model = HybridLM(model, parallel=parallel)
+        self.optimizer = make_optimizer(config.optimizer_config, parallel)
         with display.phase("counting the text"):
-            train = TokenStream(corpus.train, self.tokenizer)
-            self.counts = CountModels(train)
+            self.counts = CountModels(TokenStream(corpus.train, self.tokenizer))
         manifest = corpus.manifest
         display.note(
             f"text: {manifest.source}; {manifest.train_documents} documents ({manifest.train_bytes / 1e6:.1f} MB) "
             f"to train on, {manifest.heldout_documents} ({manifest.heldout_bytes / 1e6:.2f} MB) held out"
         )
-        rows = config.batch * config.micro_batches
-        self.batches = PackedBatches(train, context=config.context, batch_size=rows, seed=config.seed)
-        first: Any = self.batches.batch(0)  # NumPy arrays: the check reads their values
-        check_tokens(first["tokens"], first["segment_ids"], model.vocab_size)
+        self.stream = self._make_stream()
         self.first_process = jax.process_index() == 0
         self._spare = None if self.first_process else tempfile.TemporaryDirectory()  # where the others write what nobody reads
-        self.tracker = Tracker(folder if self._spare is None else self._spare.name, total_steps=config.total_steps)
-        self.checkpoints = Checkpointer(folder / "checkpoint")
+        self.scratch = folder if self._spare is None else pathlib.Path(self._spare.name)
+        self.tracker = Tracker(self.scratch, total_steps=config.total_steps)
         self.compiles = CompileCounter("train_step")
-        step = make_train_step(self.model, self.optimizer)
+        domains = len(self.stream.mixture.names)
+        step = make_train_step(self.model, self.optimizer, domains=domains, qk_clip=config.qk_clip)
 
         def train_step(state, batch):  # the name that the compile counter looks for
             return step(state, batch)
@@ -80,6 +78,49 @@ class Pretraining:
         shardings = None if self.mesh is None else (self._shardings, NamedSharding(self.mesh, PartitionSpec()))
         self._train_step = jax.jit(train_step, donate_argnums=0, out_shardings=shardings)
         self._eval_step = jax.jit(make_eval_step(self.model))
+        self._events: EventLog | None = None
+        self.observation: Observation | None = None
+        self.caretaker = Caretaker(
+            config.safety,
+            folder / "checkpoint",
+            scratch=self.scratch,
+            save_every=config.checkpoint_every,
+            metadata=self._metadata,
+            template=self.state_template,
+            write=self._log,
+            rewound=self.tracker.rewind,
+            events=self.record,
+        )
+
+    def _make_stream(self) -> DataStream:
+        """Files of up to 32 KB and longer ones as two domains, drawn as often as they are: all text comes once an epoch."""
+        c = self.config
+        parts = {"files": [], "long_files": []}
+        for document in self.corpus.train:
+            parts["long_files" if len(document.data) > LONG_FILE else "files"].append(document)
+        sources = [CorpusSource(name, documents, self.tokenizer) for name, documents in parts.items() if documents]
+        rows, process = c.batch * c.micro_batches, (0, 1)
+        if self.mesh is not None and c.micro_batches == 1:
+            process = own_rows(batch_sharding(self.mesh), (rows, c.context))
+        return DataStream(
+            Mixture(sources),
+            context=c.context,
+            rows=rows,
+            packing=c.packing,
+            seed=c.seed,
+            process=process,
+            workers=c.data_workers,
+        )
+
+    def record(self, event: Event) -> None:
+        """Write an event down and show what a person should know; only the first process does."""
+        if self._events is not None:
+            self._events.record(event)
+        if event["event"] in SHOWN_EVENTS:
+            facts = ", ".join(f"{name} {value}" for name, value in event.items() if name not in ("event", "step", "report"))
+            self.display.note(f"{event['event']} at step {event['step']}: {facts}")
+        if self.observation is not None:
+            self.observation.event(event)
 
     def initial_state(self) -> Any:
         # It runs once; on a CPU 10 of the 16 s of compiling are LLVM's optimiser, which saves 0.04 s of the run.
@@ -102,19 +143,26 @@ class Pretraining:
         return jax.eval_shape(lambda key: init_state(self.model, self.optimizer, key), jax.random.key(self.config.seed))
 
     def _place(self, batch: dict[str, np.ndarray]) -> dict[str, Any]:
-        """On a mesh every device gets its rows and its part of the time axis."""
+        """A whole batch: on a mesh every device gets its rows and its part of the time axis."""
         if self.mesh is None:
             return batch
         sharding = batch_sharding(self.mesh, micro_batches=batch["tokens"].ndim == 3)
-        place = lambda x: jax.make_array_from_callback(x.shape, sharding, lambda index: x[index])
-        return {name: place(x) for name, x in batch.items()}
+        return {name: jax.make_array_from_callback(x.shape, sharding, lambda index, x=x: x[index]) for name, x in batch.items()}
 
-    def batch(self, index: int) -> dict[str, Any]:
-        """The batch after `index` steps: int32 [B,T], or [M,B,T] with micro-batches, placed on the mesh."""
-        batch, c = self.batches.batch(index), self.config
+    def _ready(self, made: tuple[dict[str, np.ndarray], dict]) -> tuple[dict[str, Any], dict]:
+        """What the stream gave -> (the batch [B,T], or [M,B,T] with micro-batches, placed on the mesh; the position after it)."""
+        (batch, position), c = made, self.config
         if c.micro_batches > 1:
-            batch = {name: x.reshape(c.micro_batches, c.batch, c.context) for name, x in batch.items()}
-        return self._place(batch)
+            return self._place({name: x.reshape(c.micro_batches, c.batch, c.context) for name, x in batch.items()}), position
+        if self.mesh is None or self.stream.process[1] == 1:
+            return self._place(batch), position
+        sharding, whole = batch_sharding(self.mesh), (c.batch, c.context)
+        first = self.stream.process[0] * (c.batch // self.stream.process[1])
+
+        def part(x: np.ndarray):
+            return lambda index: x[(slice((index[0].start or 0) - first, (index[0].stop or c.batch) - first), *index[1:])]
+
+        return {name: jax.make_array_from_callback(whole, sharding, part(x)) for name, x in batch.items()}, position
 
     def heldout_batches(self) -> list[dict[str, np.ndarray]]:
         """Held-out rows in batches [B,T], the same for every seed; rows past the end of the text are padding."""
@@ -142,9 +190,9 @@ class Pretraining:
             raise ValueError("the held-out text has no target; give more text, or --context a larger value.")
         return {name: sums[name] / sums["bytes"] for name in ("model", "unigram", "bigram")}
 
-    def restore(self) -> tuple[Any, int]:
-        """The latest checkpoint of the folder. ValueError when it was trained on other text."""
-        state, metadata = self.checkpoints.restore(self.state_template())
+    def restore(self) -> tuple[Any, dict[str, Any]]:
+        """The latest checkpoint of the folder and its metadata. ValueError when it was trained on other text or other data settings."""
+        state, metadata = self.caretaker.checkpoints.restore(self.state_template())
         saved, here = metadata["corpus"], self.corpus.manifest
         if saved["sha256"] != here.sha256:
             raise ValueError(
@@ -152,88 +200,115 @@ class Pretraining:
                 f"the text here {here.sha256[:16]} ({here.source}, Python {here.python}). "
                 "Give the same text: run the same Python, or name the folder with --corpus."
             )
-        return state, int(metadata["step"])
+        check_fingerprint(metadata["data"]["fingerprint"], self.stream.fingerprint())
+        return state, metadata
 
-    def save(self, step: int, state: Any) -> None:
-        metadata = {"step": step, "config": self.config.to_dict(), "corpus": self.corpus.manifest.to_dict()}
-        self.checkpoints.save(step, state, metadata)
+    def _metadata(self, step: int, position: Any) -> dict[str, Any]:
+        return {
+            "step": step,
+            "config": self.config.to_dict(),
+            "model": self.model_config.to_dict(),
+            "corpus": self.corpus.manifest.to_dict(),
+            "data": {"fingerprint": self.stream.fingerprint(), "position": position},
+        }
 
     def run(self, *, resume: bool) -> dict[str, Any]:
         """Train to the end or until told to stop; -> the summary, which also lies in the run folder."""
-        display = self.display
-        with stop_on_signals(display.note) as request:
+        display, care = self.display, self.caretaker
+        with contextlib.ExitStack() as stack:
+            request = stack.enter_context(stop_on_signals(display.note))
+            stack.callback(self.stream.close)
+            if self.first_process:
+                self._events = stack.enter_context(EventLog(self.folder / "events.jsonl"))
             if resume:
-                with display.phase("restoring the checkpoint"):
-                    state, first = self.restore()
+                with display.phase("restoring the checkpoint"), care.goodput.phase("restore"):
+                    state, metadata = self.restore()
+                first = int(metadata["step"])
+                self.stream.restore(metadata["data"]["position"])
                 self.tracker.rewind(first)
+                care.resume(metadata)
                 display.note(f"going on after step {first} of {self.config.total_steps}")
             else:
-                with display.phase("initialising the model"):
+                with display.phase("initialising the model"), care.goodput.phase("compile"):
                     state, first = jax.block_until_ready(self.initial_state()), 0
+            self.observation = Observation(
+                self.config.observe,
+                self.model,
+                self.stream.mixture.names,
+                self.scratch,
+                first=first,
+                port=self.config.metrics_port,
+                note=display.note,
+            )
+            stack.callback(self.observation.close)
             if first == 0:
-                with display.phase("scoring the held-out text before training (compiles the model's forward)"):
+                text = "scoring the held-out text before training (compiles the model's forward)"
+                with display.phase(text), care.goodput.phase("evaluation"):
                     score = self.score(state)
                 self.tracker.heldout.append({"step": 0, "bits_per_byte": score["model"]})
+            stack.enter_context(care.watchdog)
             result = self._train(state, first, request)
-        return self._finish(result)
+            if not care.report:
+                care.save(result.step, result.state, result.data)
+            care.close()
+            with care.watchdog.busy("scoring and drawing", 7200.0):
+                return self._finish(result)
 
     def _train(self, state: Any, first: int, request: StopRequest) -> LoopResult:
-        c, display = self.config, self.display
-        peak = peak_flops()
-        flops, tokens = flops_per_token(self.model_config, c.context), c.tokens_per_step
-        rates = np.asarray(cosine_schedule(c.optimizer)(np.arange(c.total_steps)))
-        updates = first - int(state.skipped)  # a skipped update does not move the schedule
-        times: list[float] = []
+        c, display, care = self.config, self.display, self.caretaker
+        self._peak, self._flops = peak_flops(), flops_per_token(self.model_config, c.context)
+        self._rates = np.asarray(make_schedule(c.optimizer_config)(np.arange(c.total_steps)))
+        self._times: list[float] = []
+        every = c.safety.replay_every
+        run_step = self._train_step
+        if every is not None:
+            probe = ReplayProbe(self._train_step, every=every, record=self.record)
+            run_step = lambda state, batch: probe(self._step, state, batch)
         compiled = False  # not the counter's word: it listens to an event of JAX that may be renamed
 
         def train_step(state, batch):
             nonlocal compiled
-            if compiled:
-                return self._train_step(state, batch)
-            compiled = True
-            with display.phase("compiling the train step (once; up to two minutes on a small machine)"):
-                return jax.block_until_ready(self._train_step(state, batch))
-
-        def on_metrics(step: int, metrics: dict[str, np.ndarray], seconds: float) -> None:
-            nonlocal updates
-            speed = tokens / seconds
-            if step > first + 1:
-                times.append(seconds)
-            wall = {"seconds": seconds, "tokens_per_second": speed, "mfu": speed * flops / peak.flops}
-            wall["compiles"] = self.compiles.count
-            metrics["learning_rate"] = rates[updates]
-            updates += 1 - int(metrics["skipped"])
-            self.tracker.log(step, metrics, wall)
-            balance = f"  MaxVio {metrics['max_violation'].mean():.2f}" if "max_violation" in metrics else ""
-            display.step(step, f"loss {metrics['loss'] / np.log(2):.3f} bits  {speed:,.0f} tokens/s{balance}")
+            if not compiled:
+                compiled = True
+                with (
+                    display.phase("compiling the train step (once; up to two minutes on a small machine)"),
+                    care.goodput.phase("compile"),
+                    care.watchdog.busy("compiling", 7200.0),
+                ):
+                    out = jax.block_until_ready(run_step(state, batch))
+            else:
+                out = run_step(state, batch)
+            if self.observation is not None:
+                self.observation.look(self._step, out[0], batch)
+            return out
 
         last = c.total_steps if c.stop_after is None else min(c.total_steps, c.stop_after)
         with display.training(first=first, total=c.total_steps):
             result = run_loop(
                 train_step,
                 state,
-                self.batch,
+                map(self._ready, self.stream),
+                care,
                 first=first,
                 last=last,
-                on_metrics=on_metrics,
-                save=self.save,
-                save_every=c.checkpoint_every,
+                data=self.stream.state(),
                 request=request,
                 deadline=None if c.time_limit is None else self.start + 60 * c.time_limit,
-                before_step=self._profiler(first),
+                before_step=self._before_step(first),
                 agree=text_of_any,
                 agree_every=1 if jax.process_count() == 1 else AGREE_EVERY,
             )
+        care.goodput.finish()
         if c.profile:
             self._stop_profile()
         if self.compiles.count > 1:
             display.note(f"warning: the train step was compiled {self.compiles.count} times; 1 is expected.")
-        speed = tokens / float(np.median(times)) if times else 0.0
+        speed = c.tokens_per_step / float(np.median(self._times[1:])) if self._times[1:] else 0.0
         self.speed = {
             "tokens_per_second": speed,
-            "mfu": speed * flops / peak.flops,
-            "peak_flops": peak.flops,
-            "peak_source": peak.source,
+            "mfu": speed * self._flops / self._peak.flops,
+            "peak_flops": self._peak.flops,
+            "peak_source": self._peak.source,
             "compile_seconds": self.compiles.seconds,
             "compiles": self.compiles.count,
             "cache_hits": self.compiles.cache_hits,
@@ -242,13 +317,27 @@ class Pretraining:
             result = dataclasses.replace(result, reason=f"--stop-after {c.stop_after}")
         return result
 
-    def _profiler(self, first: int) -> Callable[[int], None]:
-        """Called before each step: starts and stops the trace."""
+    def _log(self, step: int, metrics: dict[str, np.ndarray], times: StepTimes) -> None:
+        """A step's metrics: into the records, to the sinks and onto the display."""
+        metrics["learning_rate"] = self._rates[metrics.pop("updates")]
+        speed = self.config.tokens_per_step / times.seconds
+        self._times.append(times.seconds)
+        wall = {"seconds": times.seconds, "data_wait": times.data_wait, "tokens_per_second": speed}
+        wall |= {"mfu": speed * self._flops / self._peak.flops, "compiles": self.compiles.count}
+        record = self.tracker.log(step, metrics, wall)
+        if self.observation is not None:
+            self.observation.write(step, record, metrics)
+        balance = f"  MaxVio {metrics['max_violation'].mean():.2f}" if "max_violation" in metrics else ""
+        self.display.step(step, f"loss {metrics['loss'] / np.log(2):.3f} bits  {speed:,.0f} tokens/s{balance}")
+
+    def _before_step(self, first: int) -> Callable[[int], None]:
+        """Called before each step: notes its number, starts and stops the trace."""
         begin = first + PROFILED_STEPS[0]
         end = first + PROFILED_STEPS[1] + 1
         self._tracing = False
 
         def before_step(step: int) -> None:
+            self._step = step
             if self.config.profile and step == begin:
                 jax.profiler.start_trace(str(self.folder / "profile"))
                 self._tracing = True
@@ -264,7 +353,7 @@ class Pretraining:
 
     def _finish(self, result: LoopResult) -> dict[str, Any]:
         display, c = self.display, self.config
-        with display.phase("scoring the held-out text"):
+        with display.phase("scoring the held-out text"), self.caretaker.goodput.phase("evaluation"):
             score = self.score(result.state)
         self.tracker.heldout.rewind(result.step - 1)  # a finished run that is resumed is scored once more
         self.tracker.heldout.append({"step": result.step, "bits_per_byte": score["model"]})
@@ -282,6 +371,8 @@ class Pretraining:
             "heldout": {"before": before[0] if before else None, "after": score["model"], **baselines},
             "balance": balance_figures(self.tracker.metrics.read()),
             "skipped_updates": int(jax.device_get(result.state.skipped)),
+            "failure": self.caretaker.report,
+            "goodput": self.caretaker.goodput.figures(),
             "speed": self.speed | {"seconds": time.monotonic() - self.start},
             "sample": sample,
             "corpus": self.corpus.manifest.to_dict(),
@@ -312,6 +403,15 @@ class Pretraining:
             allowed=allowed,
             stop_id=tokenizer.eos_id,
             temperature=c.temperature,
-            key=jax.random.key(c.seed),
+            key=jax.random.fold_in(state.rng, int(state.step)),
         )
         return tokenizer.decode(ids, errors="replace")
+
+
+def own_rows(sharding: NamedSharding, shape: tuple[int, int]) -> tuple[int, int]:
+    """(index, count) of this process among those that share the rows of a batch [B,T]; (0, 1) where its rows are no equal part."""
+    rows = shape[0]
+    parts = [index[0] for index in sharding.addressable_devices_indices_map(shape).values()]
+    begin, end = min(part.start or 0 for part in parts), max(rows if part.stop is None else part.stop for part in parts)
+    size = end - begin
+    return (begin // size, rows // size) if rows % size == 0 and begin % size == 0 else (0, 1)

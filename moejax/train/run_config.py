@@ -8,7 +8,7 @@ import os
 import pathlib
 import platform
 import time
-from typing import Any
+from typing import Any, Literal
 
 import jax
 
@@ -17,6 +17,9 @@ from ..config import ModelConfig
 from ..counting import count_parameters
 from ..modules.model import compute_dtype
 from ..parallel import MeshConfig
+from .alarms import MonitorConfig
+from .caretaker import SafetyConfig
+from .observation import ObserveConfig
 from .optimizers import OptimizerConfig
 from .strength import Strength
 
@@ -26,6 +29,7 @@ DEFAULT_MINUTES = 4.3  # with 15-20 s of scoring and pictures after it: under 5 
 # What a resumed run may be given anew; everything else decides the numbers.
 FREE_ON_RESUME = ("resume", "minutes", "stop_after", "checkpoint_every", "profile", "compile_cache", "prompt")
 FREE_ON_RESUME += ("sample_bytes", "temperature", "corpus", "mesh")  # the corpus is checked by its hash; any mesh, same numbers
+FREE_ON_RESUME += ("data_workers", "safety", "observe", "metrics_port")
 FREE_ON_EVALUATE = ("evaluate", "heldout_rows", "corpus", "compile_cache", "mesh")
 PROFILED_STEPS = (3, 8)  # of this process: past the compile, and few enough for a small trace
 
@@ -49,8 +53,18 @@ class PretrainConfig:
     """Batches whose gradients are summed for one step."""
     context: int = 256
     """Tokens of a row."""
+    packing: Literal["concat_split", "first_fit", "best_fit", "one_doc"] = "concat_split"
+    """How documents become rows (moejax.data.packing). "concat_split" pads nothing and cuts documents at every row's end."""
+    data_workers: int = 0
+    """Processes that make batches ahead (grain). 0: batches are made between steps, which suits text in memory."""
+    optimizer: Literal["adamw", "muon"] = "adamw"
+    """"muon": per-head Muon for the matrices, AdamW for the rest (K3)."""
+    schedule: Literal["cosine", "wsd"] = "cosine"
+    """Of the learning rate after the warm-up: down a cosine, or level and then down."""
+    qk_clip: float | None = None
+    """Scale MLA's query and key projections of a head back when its largest attention logit exceeds this (K2, K3: 100)."""
     learning_rate: float = 3e-3
-    """Peak of the cosine schedule."""
+    """Peak of the schedule."""
     warmup_fraction: float = 0.05
     """Share of the steps in which the learning rate rises to its peak (K3: 1%, which would be 2 of 200 steps)."""
     weight_decay: float = 0.1
@@ -75,6 +89,12 @@ class PretrainConfig:
     """Run folder whose latest checkpoint to score on the held-out text; trains nothing."""
     checkpoint_every: int = 100
     """Steps between checkpoints (one more at the end)."""
+    safety: SafetyConfig = dataclasses.field(default_factory=SafetyConfig)
+    """Alarms, rollback, snapshots, probes of the hardware, stalls."""
+    observe: ObserveConfig = dataclasses.field(default_factory=ObserveConfig)
+    """What is written beside metrics.jsonl."""
+    metrics_port: int | None = None
+    """Serve the metrics for Prometheus on this port of 127.0.0.1; 0: any free one."""
     profile: bool = False
     """Record steps 3 to 8 with jax.profiler into the run folder."""
     compile_cache: str = "auto"
@@ -96,6 +116,8 @@ class PretrainConfig:
             raise ValueError(f"--context is {self.context}; it must be at least 2: a token and its target.")
         if self.minutes is not None and not self.minutes > 0:
             raise ValueError(f"--minutes is {self.minutes}; it must be positive.")
+        if self.data_workers < 0:
+            raise ValueError(f"--data-workers is {self.data_workers}; it must not be negative.")
         if self.sample_bytes < 0 or self.temperature < 0:
             raise ValueError(f"--sample-bytes is {self.sample_bytes}, --temperature {self.temperature}; neither may be negative.")
         if self.sample_bytes and not self.prompt:
@@ -110,11 +132,14 @@ class PretrainConfig:
         last = min(self.total_steps, self.stop_after or self.total_steps)
         if self.profile and not self.resume and last < PROFILED_STEPS[0]:
             raise ValueError(f"--profile records from step {PROFILED_STEPS[0]} on, but the run ends at step {last}.")
-        _ = self.optimizer  # raises for a bad rate or decay now, not after the text is read
+        _ = self.optimizer_config  # raises for a bad rate or decay now, not after the text is read
 
     @property
-    def optimizer(self) -> OptimizerConfig:
+    def optimizer_config(self) -> OptimizerConfig:
         return OptimizerConfig(
+            kind=self.optimizer,
+            schedule=self.schedule,
+            qk_clip=self.qk_clip,
             learning_rate=self.learning_rate,
             total_steps=self.total_steps,
             warmup_fraction=self.warmup_fraction,
@@ -221,9 +246,12 @@ def load_run(folder: str) -> tuple[PretrainConfig, ModelConfig]:
         if missing:
             raise ValueError(f"it has no {' and no '.join(missing)}.")
         settings = _known("PretrainConfig", PretrainConfig, record["config"])
-        for name, kind in {"strength": Strength, "mesh": MeshConfig}.items():
+        for name, kind in {"strength": Strength, "mesh": MeshConfig, "safety": SafetyConfig, "observe": ObserveConfig}.items():
             if name in settings:
-                settings[name] = kind(**_known(name, kind, settings[name]))
+                values = _known(name, kind, settings[name])
+                if "monitors" in values:
+                    values["monitors"] = MonitorConfig(**_known("monitors", MonitorConfig, values["monitors"]))
+                settings[name] = kind(**values)
         return PretrainConfig(**settings), ModelConfig.from_dict(record["model"])
     except (ValueError, TypeError) as error:
         raise ValueError(f"{path} cannot be used: {error}") from None

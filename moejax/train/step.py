@@ -25,6 +25,7 @@ from .balance import (
 from .batch import POSITION_BUCKETS, Batch, Targets, as_micro_batches, check_batch, read_targets
 from .loss import chunked_cross_entropy
 from .optimizers import widened
+from .qk_clip import qk_clip as clip_queries_and_keys
 from .state import TrainState
 
 Metrics = dict[str, jax.Array]
@@ -37,6 +38,7 @@ def make_train_step(
     clip_norm: float | None = 1.0,
     loss_chunk: int = 1024,
     domains: int = 0,
+    qk_clip: float | None = None,
 ) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
     """Build step(state, batch) -> (state, metrics), pure; jit it with `donate_argnums=0`.
 
@@ -51,19 +53,24 @@ def make_train_step(
       loss_chunk: tokens whose logits exist at one time, on each of the devices that share the tokens (a chunk gathers the head).
       domains: how many domains the batch's "domains" number; the metrics then have loss_groups and token_groups [G] float32: nats and
         targets of each domain at each range of positions (index domain * 21 + floor(log2(position))). 0: not asked.
+      qk_clip: after the update, shrink the query and key weights of each MLA head whose largest attention logit in this step
+        exceeded it (`moejax.train.qk_clip`; Kimi K2 and K3: 100). It costs a second product of queries and keys in the forward. None: not.
 
     Returns:
-      The step. Metrics: loss, tokens, grad_norm, skipped (this step: 0 or 1), and per MoE layer [L] the figures of
-      `moejax.train.balance.balance_metrics`.
+      The step. Metrics: loss, tokens, grad_norm, skipped (this step: 0 or 1), updates (made before it: where the schedule stood), per
+      MoE layer [L] the figures of `moejax.train.balance.balance_metrics`, and with qk_clip max_logit [], the largest of all heads.
 
     Raises:
-      ValueError: clip_norm not positive, domains negative, or a model with packed experts (expert_weights="mxfp4"), which are read-only.
+      ValueError: clip_norm or qk_clip not positive, domains negative, qk_clip for a model without MLA, or a model with packed experts
+        (expert_weights="mxfp4"), which are read-only.
     """
     if clip_norm is not None and not clip_norm > 0:
         raise ValueError(f"clip_norm is {clip_norm}; it must be positive, or None for no clipping.")
     config = model.config
     loss_chunk = _over_devices(model, loss_chunk)
     _check_domains(domains)
+    if qk_clip is not None and not (qk_clip > 0 and "M" in config.mixers):
+        raise ValueError(f"qk_clip is {qk_clip} for layers {config.pattern!r}; it must be positive, for a model with MLA layers, or None.")
     if config.moe.expert_weights == "mxfp4":
         raise ValueError(
             "MoEConfig.expert_weights is 'mxfp4': packed experts are read-only and cannot be trained. Load the checkpoint "
@@ -79,12 +86,12 @@ def make_train_step(
 
         def objective(params, micro):
             read = read_targets(micro, domains)
-            (nats, groups), aux, stats = _forward(model, params, state.router_state, micro, read, loss_chunk, domains)
+            sums, aux, stats, logits = _forward(model, params, state.router_state, micro, read, loss_chunk, domains, qk_clip is not None)
             weight = jnp.sum(read.valid) * scale
-            total = nats * scale + state.balance.aux_coefficient * aux * weight
-            return total, ((nats, groups), stats)
+            total = sums[0] * scale + state.balance.aux_coefficient * aux * weight
+            return total, (sums, stats, logits)
 
-        grads, (nats, groups), stats = _accumulate(objective, state.params, batch, stacked)
+        grads, (nats, groups), stats, logits = _accumulate(objective, state.params, batch, stacked)
         loss = nats * scale
         with jax.named_scope("optimizer"):
             norm = optax.tree.norm(grads)
@@ -93,6 +100,8 @@ def make_train_step(
                 grads = jax.tree.map(lambda g: g * shrink, grads)
             updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
             params = optax.apply_updates(state.params, updates)
+            if qk_clip is not None:
+                params = clip_queries_and_keys(params, logits, qk_clip)
         k = config.moe.experts_per_token
         router_state = update_router(config.moe.balance, state.router_state, stats, k, state.balance, stacked)
         finite = jnp.isfinite(loss) & jnp.isfinite(norm) & (count > 0)
@@ -103,10 +112,13 @@ def make_train_step(
             lambda new, old: jnp.where(finite, new, old), (params, opt_state, router_state), kept
         )
         skipped = 1 - finite.astype(jnp.int32)
+        updates_before = state.step - state.skipped
         state = state.replace(
             step=state.step + 1, params=params, opt_state=opt_state, router_state=router_state, skipped=state.skipped + skipped
         )
-        metrics = {"loss": loss, "tokens": count, "grad_norm": norm, "skipped": skipped}
+        metrics = {"loss": loss, "tokens": count, "grad_norm": norm, "skipped": skipped, "updates": updates_before}
+        if qk_clip is not None:
+            metrics["max_logit"] = jnp.max(jnp.stack([jnp.max(x) for x in jax.tree.leaves(logits)]))
         if domains:
             metrics |= {"loss_groups": groups[0], "token_groups": groups[1]}
         return state, metrics | balance_metrics(config, stats, router_state)
@@ -150,12 +162,14 @@ def _flat(batch: Batch) -> Batch:
     return {name: x.reshape(-1, x.shape[-1]) for name, x in batch.items()}
 
 
-def _forward(model, params, router_state, micro, read: Targets, loss_chunk, domains) -> tuple[Any, jax.Array, Statistics]:
-    """-> ((summed nats, sums by group), balancing loss, routing statistics)."""
+def _forward(model, params, router_state, micro, read: Targets, loss_chunk, domains, logits: bool) -> tuple[Any, ...]:
+    """-> (summed nats, sums by group), balancing loss, routing statistics, largest attention logits (empty unless `logits`)."""
     variables = {"params": params, "router_state": router_state}
-    hidden, written = model.apply(variables, micro["tokens"], micro["segment_ids"], return_hidden=True, mutable=["router_stats"])
+    mutable = ["router_stats", *(["attention_stats"] if logits else [])]
+    hidden, written = model.apply(variables, micro["tokens"], micro["segment_ids"], return_hidden=True, mutable=mutable)
     stats = written.get("router_stats", {})
-    return _cross_entropy(hidden, params["head"], read, loss_chunk, domains), stats.get("aux_loss_total", 0.0), by_layer(stats)
+    sums = _cross_entropy(hidden, params["head"], read, loss_chunk, domains)
+    return sums, stats.get("aux_loss_total", 0.0), by_layer(stats), written.get("attention_stats", {})
 
 
 def _cross_entropy(hidden, head, read: Targets, chunk: int, domains: int) -> tuple[jax.Array, Any]:
@@ -167,26 +181,27 @@ def _cross_entropy(hidden, head, read: Targets, chunk: int, domains: int) -> tup
     return chunked_cross_entropy(hidden, head, targets, valid, chunk=chunk, groups=read.groups.reshape(-1), num_groups=size)
 
 
-def _accumulate(objective, params, batch: Batch, stacked: bool) -> tuple[Any, Any, Statistics]:
-    """Gradients, sums of the loss and statistics of all micro-batches: summed, except per-token statistics, which are joined."""
+def _accumulate(objective, params, batch: Batch, stacked: bool) -> tuple[Any, Any, Statistics, Any]:
+    """Gradients, sums of the loss, statistics and largest logits of all micro-batches: summed, except per-token statistics, which are
+    joined, and logits, of which the largest remain."""
 
     def gradient(*arguments):
         grads, aux = jax.grad(objective, has_aux=True)(*arguments)
         return widened(grads), aux  # sums and norms of bfloat16 gradients keep 8 bits
 
     if batch["tokens"].shape[0] == 1:
-        grads, (sums, stats) = gradient(params, jax.tree.map(lambda x: x[0], batch))
-        return grads, sums, stats
+        grads, (sums, stats, logits) = gradient(params, jax.tree.map(lambda x: x[0], batch))
+        return grads, sums, stats, logits
 
     def part(micro):
-        grads, (sums, stats) = gradient(params, micro)
-        return (grads, sums, select_statistics(stats, per_token=False)), select_statistics(stats, per_token=True)
+        grads, (sums, stats, logits) = gradient(params, micro)
+        return (grads, sums, select_statistics(stats, per_token=False)), (select_statistics(stats, per_token=True), logits)
 
     def body(total, micro):
-        more, per_token = part(micro)
-        return jax.tree.map(jnp.add, total, more), per_token
+        more, apart = part(micro)
+        return jax.tree.map(jnp.add, total, more), apart
 
     shapes, _ = jax.eval_shape(part, jax.tree.map(lambda x: x[0], batch))
     zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
-    (grads, sums, summed), per_token = jax.lax.scan(body, zeros, batch)
-    return grads, sums, join_statistics(summed, per_token, stacked)
+    (grads, sums, summed), (per_token, logits) = jax.lax.scan(body, zeros, batch)
+    return grads, sums, join_statistics(summed, per_token, stacked), jax.tree.map(lambda x: jnp.max(x, axis=0), logits)

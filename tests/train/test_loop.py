@@ -6,68 +6,107 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from moejax.train.loop import MAX_SKIPPED, StopRequest, run_loop, stop_on_signals
+from moejax.train.loop import StopRequest, run_loop, stop_on_signals
 from moejax.train.tracker import CompileCounter, JsonLines, Tracker, plain_value
 
 
-def _run(first, last, *, save_every=100, at=lambda step, request: None, skip=lambda step: 0, deadline=None):
-    """A loop whose state is the list of batches seen. -> (result, metrics in order, saves with what was logged)."""
-    request, seen, saves = StopRequest(), [], []
+class Care:
+    """A caretaker that writes down what it is asked, and says what it is told to. Batch i is the number i."""
+
+    reason = "told to"
+
+    def __init__(self, *, every=100, verdicts=None, back=None):
+        self.every, self.verdicts, self.back = every, dict(verdicts or {}), back
+        self.seen, self.saves, self.checks = [], [], 0
+
+    def check(self):
+        self.checks += 1
+
+    def observe(self, step, metrics, times):
+        assert times.seconds >= 0 and times.data_wait >= 0
+        self.seen.append((step, float(metrics["loss"])))
+        return self.verdicts.pop(step, "go")
+
+    def due(self, step):
+        return step % self.every == 0
+
+    def keep(self, step, state, data):
+        self.saves.append((step, len(state), data, len(self.seen)))
+
+    def roll_back(self):
+        return self.back
+
+
+def _run(care, first, last, *, at=lambda batch, request: None, deadline=None, batches=None, **more):
+    """A loop whose state is the list of batches seen."""
+    request = StopRequest()
 
     def train_step(state, batch):
-        at(batch + 1, request)
-        return [*state, batch], {"loss": jnp.float32(batch), "skipped": jnp.int32(skip(batch + 1))}
+        at(batch, request)
+        return [*state, batch], {"loss": jnp.float32(batch)}
 
-    result = run_loop(
-        train_step,
-        list(range(first)),
-        lambda step: step,
-        first=first,
-        last=last,
-        on_metrics=lambda step, metrics, seconds: seen.append((step, float(metrics["loss"]))),
-        save=lambda step, state: saves.append((step, len(state), len(seen))),
-        save_every=save_every,
-        request=request,
-        deadline=deadline,
-    )
-    return result, seen, saves
+    numbers = range(first, 10**6) if batches is None else batches
+    options = dict(first=first, last=last, data=first, request=request, deadline=deadline, **more)
+    return run_loop(train_step, list(range(first)), ((i, i + 1) for i in numbers), care, **options)
 
 
-def test_every_step_once_in_order_and_saved_after_its_metrics():
-    result, seen, saves = _run(3, 10, save_every=4)
-    assert result.state == list(range(10)) and result.step == 10 and result.reason == ""
-    assert seen == [(step, step - 1.0) for step in range(4, 11)]
-    assert saves == [(4, 4, 1), (8, 8, 5), (10, 10, 7)]
+def test_every_step_once_in_order_and_kept_after_its_metrics():
+    care = Care(every=4)
+    result = _run(care, 3, 10)
+    assert (result.state, result.step, result.data, result.reason) == (list(range(10)), 10, 10, "")
+    assert care.seen == [(step, step - 1.0) for step in range(4, 11)]
+    assert care.saves == [(4, 4, 4, 1), (8, 8, 8, 5)] and care.checks == 7
 
 
 def test_nothing_to_do():
-    result, seen, saves = _run(5, 5)
-    assert (result.step, result.reason, seen, saves) == (5, "", [], [])
+    care = Care()
+    result = _run(care, 5, 5)
+    assert (result.step, result.data, result.reason, care.seen, care.saves) == (5, 5, "", [], [])
 
 
-def test_a_request_ends_after_the_step_with_a_checkpoint():
-    def at(step, request):
-        if step == 6:
+def test_a_request_ends_after_the_step_it_came_in():
+    def at(batch, request):
+        if batch == 5:
             request.reason = "Ctrl-C"
 
-    result, seen, saves = _run(0, 10, at=at)
-    assert (result.step, result.reason) == (6, "Ctrl-C")
-    assert len(seen) == 6 and saves == [(6, 6, 6)]
+    care = Care()
+    result = _run(care, 0, 10, at=at)
+    assert (result.step, result.data, result.reason) == (6, 6, "Ctrl-C") and len(care.seen) == 6
 
 
 def test_the_time_budget_ends_the_run():
-    result, _, saves = _run(0, 1000, at=lambda step, request: time.sleep(0.01), deadline=time.monotonic() + 0.05)
+    result = _run(Care(), 0, 1000, at=lambda batch, request: time.sleep(0.01), deadline=time.monotonic() + 0.05)
     assert result.reason == "the time budget" and 1 <= result.step < 100
-    assert saves[-1][0] == result.step
 
 
-def test_updates_skipped_in_a_row_end_the_run_but_single_ones_do_not():
-    result, _, _ = _run(0, 50, skip=lambda step: step % 3 == 0)
-    assert result.step == 50
-    result, _, saves = _run(0, 50, skip=lambda step: step >= 20)
-    assert "not finite" in result.reason and f"{MAX_SKIPPED} steps" in result.reason
-    assert result.step in (19 + MAX_SKIPPED, 20 + MAX_SKIPPED)  # metrics come one step behind
-    assert saves[-1][0] == result.step
+def test_the_end_of_the_data_ends_the_run():
+    care = Care()
+    result = _run(care, 0, 10, batches=range(4))
+    assert (result.step, result.data, result.reason) == (4, 4, "the end of the data") and len(care.seen) == 4
+
+
+def test_a_rollback_takes_the_step_back_and_never_the_data():
+    """Step 6 is judged bad while step 7 is on its way: both are given up, and steps 5.. are done with the batches after them."""
+    care = Care(every=4, verdicts={6: "rollback"}, back=(list(range(4)), 4))
+    result = _run(care, 0, 9)
+    assert result.state == [0, 1, 2, 3, 7, 8, 9, 10, 11] and (result.step, result.data) == (9, 12)
+    assert [step for step, _ in care.seen] == [1, 2, 3, 4, 5, 6, 5, 6, 7, 8, 9]
+    assert [save[0] for save in care.saves] == [4, 8]
+
+
+def test_a_bad_step_is_never_kept():
+    """The metrics of a step that is due are judged before its state is."""
+    care = Care(every=4, verdicts={4: "rollback"}, back=([], 0))
+    result = _run(care, 0, 5)
+    assert result.state == [4, 5, 6, 7, 8] and [save[:3] for save in care.saves] == [(4, 4, 8)]
+
+
+@pytest.mark.parametrize("verdict", ["rollback", "stop"])
+def test_the_caretaker_ends_the_run(verdict):
+    result = _run(Care(verdicts={3: verdict}), 0, 9)
+    assert result.reason == "told to" and result.step == 4  # its metrics come one step behind
+    result = _run(Care(verdicts={9: verdict}), 0, 9)
+    assert result.step == 9
 
 
 @pytest.mark.parametrize(("number", "name"), [(signal.SIGINT, "Ctrl-C"), (signal.SIGTERM, "SIGTERM")])
@@ -137,28 +176,15 @@ def test_compile_counter_counts_its_function_only():
 
 def test_processes_agree_on_the_end_every_few_steps():
     """This process is asked to stop in step 2; all stop where they ask each other, in step 4."""
-    request, asked, saved = StopRequest(), [], []
+    asked = []
 
-    def train_step(state, batch):
+    def at(batch, request):
         if batch == 1:
             request.reason = "SIGTERM"
-        return state + 1, {"skipped": np.int32(0)}
 
     def agree(reason):
         asked.append(reason)
         return reason
 
-    result = run_loop(
-        train_step,
-        0,
-        lambda index: index,
-        first=0,
-        last=9,
-        on_metrics=lambda step, metrics, seconds: None,
-        save=lambda step, state: saved.append(step),
-        save_every=100,
-        request=request,
-        agree=agree,
-        agree_every=4,
-    )
-    assert (result.step, result.reason, asked, saved) == (4, "SIGTERM", ["SIGTERM"], [4])
+    result = _run(Care(), 0, 9, at=at, agree=agree, agree_every=4)
+    assert (result.step, result.reason, asked) == (4, "SIGTERM", ["SIGTERM"])

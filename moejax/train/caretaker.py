@@ -1,0 +1,233 @@
+"""What keeps a training run alive: alarms, rollback, checkpoints and snapshots, events, the stall watchdog, goodput; asked by the loop.
+
+All decisions follow from values that every process has, so that all processes of a run take them alike.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+
+from ..parallel.agreement import text_of_first
+from .alarms import MonitorConfig, Monitors
+from .checkpoint import Checkpointer
+from .events import Event
+from .goodput import Goodput, process_started, read_goodput
+from .loop import StepTimes
+from .recovery import Recovery, Stop, roll_back
+from .retention import kept
+from .snapshot import Snapshots
+from .watchdog import Watchdog
+
+MINUTES_EVERY = 10  # steps between looks at the clock when several processes must agree on the time
+GOODPUT_EVERY = 10  # steps between writes of the ledger: a small file
+
+
+@dataclasses.dataclass(frozen=True)
+class SafetyConfig:
+    """How a run is kept alive. None of it changes the numbers of a run in which nothing goes wrong."""
+
+    checkpoint_minutes: float | None = None
+    """Also save when so many minutes passed since the last checkpoint."""
+    keep: int = 2
+    """Newest checkpoints that stay; the known good one stays besides."""
+    snapshot_every: int | None = None
+    """Steps between copies of the state in host memory, to which a rollback returns first. Two are held, three while one is taken.
+    None: no copies."""
+    promote_after: int = 50
+    """Healthy steps after which a checkpoint is known good."""
+    max_rollbacks: int = 3
+    """Rollbacks without progress before the run ends."""
+    replay_every: int | None = None
+    """Steps between two that are run twice and compared bit for bit (hardware that computes wrongly). None: never."""
+    stall_seconds: float = 300.0
+    """Without a step for so long, and for 5 median steps, the stacks of all threads are written down."""
+    stall_abort: bool = False
+    """End the process with status 75 when it stalls, for a scheduler that starts it again."""
+    monitors: MonitorConfig = dataclasses.field(default_factory=MonitorConfig)
+    """Thresholds of the alarms."""
+
+    def __post_init__(self) -> None:
+        for name in ("snapshot_every", "replay_every"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"--safety.{name.replace('_', '-')} is {value}; it must be at least 1, or None for never.")
+        for name in ("keep", "promote_after"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"--safety.{name.replace('_', '-')} is {getattr(self, name)}; it must be at least 1.")
+        if self.max_rollbacks < 0:
+            raise ValueError(f"--safety.max-rollbacks is {self.max_rollbacks}; it must be 0 (the first failure ends the run) or more.")
+        if self.checkpoint_minutes is not None and not self.checkpoint_minutes > 0:
+            raise ValueError(f"--safety.checkpoint-minutes is {self.checkpoint_minutes}; it must be positive.")
+        if not self.stall_seconds > 0:
+            raise ValueError(f"--safety.stall-seconds is {self.stall_seconds}; it must be positive.")
+
+
+class Caretaker:
+    """The loop's `Caretaker` for a run in `folder`.
+
+    folder: of the checkpoints, which all processes see. scratch: this process's own, for goodput.json and stacks.txt.
+    metadata: (step, data position) -> what a checkpoint holds beside the state and this object's own part. template: -> the state's shapes
+    and shardings. write: takes each step's metrics, after they were judged. rewound: takes the step that a rollback returned to.
+    events: where events go; on every process but the first a function that does nothing.
+    """
+
+    def __init__(
+        self,
+        config: SafetyConfig,
+        folder: pathlib.Path,
+        *,
+        save_every: int,
+        scratch: pathlib.Path,
+        metadata: Callable[[int, Any], dict[str, Any]],
+        template: Callable[[], Any],
+        write: Callable[[int, dict[str, np.ndarray], StepTimes], None],
+        rewound: Callable[[int], None],
+        events: Callable[[Event], None],
+    ):
+        if config.promote_after > (longest := config.keep * save_every):
+            raise ValueError(
+                f"--safety.promote-after is {config.promote_after}, but a checkpoint lives {longest} steps ({config.keep} are kept, one "
+                f"every {save_every}); it would be deleted before it is known good. Promote earlier, keep more or save less often."
+            )
+        self.config, self.save_every = config, save_every
+        self._metadata, self._template, self._write, self._rewound, self._events = metadata, template, write, rewound, events
+        self.monitors = Monitors(config.monitors)
+        every = config.snapshot_every
+        # Of two snapshots the older one has lived for at least `every` steps: long enough to be known healthy.
+        self.snapshots = None if every is None else Snapshots(every=every, keep=2)
+        proved = min(10, every or 10)
+        self.recovery = Recovery(max_rollbacks=config.max_rollbacks, promote_after=config.promote_after, snapshot_after=proved)
+        self.checkpoints = Checkpointer(folder, keep=config.keep, record=events)
+        self.goodput = Goodput(process_start=process_started())
+        self._ledger = scratch / "goodput.json"
+        self.watchdog = Watchdog(scratch / "stacks.txt", self._events, floor_s=config.stall_seconds, abort=config.stall_abort)
+        self.report: list[str] = []
+        """Why the run could not go on, for a person."""
+        self._reason, self._rollback_reason = "", ""
+        self._step, self._saved_step = 0, -1
+        self._saved_at = time.monotonic()
+        self._by_clock = False
+
+    @property
+    def reason(self) -> str:
+        return self._reason
+
+    def check(self) -> None:
+        if jax.process_count() == 1:  # several agree on a failure at the next save
+            self.checkpoints.check()
+
+    def observe(self, step: int, metrics: dict[str, np.ndarray], times: StepTimes) -> str:
+        self._step = step
+        self.watchdog.step_done(step)
+        self.goodput.step(step, data_wait=times.data_wait, skipped=bool(metrics["skipped"]))
+        if step % GOODPUT_EVERY == 0:
+            self.goodput.write(self._ledger)
+        wall = {"wall": {"seconds": times.seconds, "data_wait": times.data_wait}}
+        verdict = self.monitors.observe(step, {**metrics, **wall})
+        for event in verdict.events:
+            self._events(event)
+        for event in self.recovery.stepped(step, self.monitors.healthy):
+            self.checkpoints.wait()  # counted from where the save began, which every process and every repetition of the run knows
+            self.checkpoints.promote(event["checkpoint"])
+        self._write(step, metrics, times)
+        if verdict.action == "rollback":
+            self._rollback_reason = verdict.reason
+        elif verdict.action == "stop":
+            self._end(self.recovery.stopped(step, verdict.reason))
+        return verdict.action
+
+    def due(self, step: int) -> bool:
+        self._by_clock = self._late(step)
+        return step % self.save_every == 0 or self._by_clock or (self.snapshots is not None and self.snapshots.due(step))
+
+    def keep(self, step: int, state: Any, data: Any) -> None:
+        if step % self.save_every == 0 or self._by_clock:
+            self.save(step, state, data)
+        if self.snapshots is not None and self.snapshots.due(step) and self.monitors.healthy:  # else it would push out a good one
+            before = self.snapshots.steps()
+            self.snapshots.take(step, state, self.own_metadata())
+            self.recovery.saved(step, "snapshot")
+            self.goodput.saved(step)
+            for gone in set(before) - set(self.snapshots.steps()):
+                self.recovery.removed(gone, "snapshot")
+
+    def save(self, step: int, state: Any, data: Any) -> None:
+        """Begin a checkpoint; nothing when `step` is the newest one already."""
+        with self.goodput.phase("checkpoint"), self.watchdog.busy("saving a checkpoint", 3600.0):
+            if step != self._saved_step:
+                self.checkpoints.save(step, state, {**self._metadata(step, data), **self.own_metadata()})
+                self.goodput.saved(step)
+                self._count(step)
+        self._saved_at, self._saved_step = time.monotonic(), step
+
+    def own_metadata(self) -> dict[str, Any]:
+        return {"monitors": self.monitors.state(), "recovery": self.recovery.state()}
+
+    def resume(self, metadata: dict[str, Any]) -> None:
+        """Go on from the metadata of the checkpoint that was restored."""
+        step = self._saved_step = int(metadata["step"])
+        self.monitors.restore(metadata["monitors"])
+        self.recovery.restore(metadata["recovery"], on_disk=self.checkpoints.steps())
+        if (ledger := read_goodput(self._ledger)) is not None:
+            self.goodput.restore(ledger, step=step)
+        self._events({"event": "restored", "step": step})
+
+    def roll_back(self) -> tuple[Any, int] | None:
+        self.goodput.failed()
+        with self.goodput.phase("restore"), self.watchdog.busy("rolling back", 3600.0):
+            self.checkpoints.wait()
+            back = roll_back(
+                self.recovery,
+                self._step,
+                self._rollback_reason,
+                restore_snapshot=lambda step: self._snapshots().restore(self._template(), step=step),
+                restore_disk=lambda step: self.checkpoints.restore(self._template(), step=step),
+                discard=lambda step: None,  # all at once below
+                record=self._events,
+            )
+            if isinstance(back, Stop):
+                self._end(back)
+                return None
+            step = back.decision.step
+            self.checkpoints.rewind(step)
+            self._saved_step = -1
+            for event in self.monitors.rolled_back(step, back.metadata["monitors"]):
+                self._events(event)
+            self.goodput.rolled_back(step)
+            self._rewound(step)
+            return back.state, step
+
+    def close(self) -> None:
+        """Wait for the last checkpoint; its error is raised here at the latest."""
+        with self.goodput.phase("checkpoint"):
+            self.checkpoints.close()
+        self.goodput.write(self._ledger)
+
+    def _snapshots(self) -> Snapshots:
+        if self.snapshots is None:
+            raise ValueError("this run takes no snapshots.")
+        return self.snapshots
+
+    def _end(self, stop: Stop) -> None:
+        self.report = stop.report()
+        self._reason = stop.reason
+
+    def _late(self, step: int) -> bool:
+        minutes = self.config.checkpoint_minutes
+        if minutes is None or (jax.process_count() > 1 and step % MINUTES_EVERY):
+            return False
+        return text_of_first("late" if time.monotonic() - self._saved_at > 60 * minutes else "") == "late"
+
+    def _count(self, step: int) -> None:
+        """Tell the recovery of the checkpoint that was begun, and of those that will make room for it."""
+        known = {step for step, _ in self.recovery.state()["disk"]}
+        for gone in known - kept({*known, step}, newest=self.config.keep, known_good=self.recovery.known_good):
+            self.recovery.removed(gone, "disk")
+        self.recovery.saved(step, "disk")
