@@ -23,7 +23,7 @@ from moejax.parallel import initialize, leave, who_is_who
 from moejax.parallel.agreement import raised_on_all, text_of_first
 from moejax.train.checkpoint_write import CheckpointError
 from moejax.train.display import Display
-from moejax.train.pretraining import Pretraining
+from moejax.train.pretraining import Pretraining, by_domain
 from moejax.train.replay import ReplayMismatch
 from moejax.train.report import summary_lines
 from moejax.train.run_config import (
@@ -96,7 +96,7 @@ def train(config: PretrainConfig, display: Display) -> int:
         with raised_on_all("making the run folder"):
             if jax.process_index() == 0:
                 folder = new_run_folder(config)
-                write_run(folder, config, model, corpus.manifest.to_dict())
+                write_run(folder, config, model, corpus.manifest.to_dict(), list(by_domain(corpus)))
         folder = pathlib.Path(text_of_first(str(folder)))
     devices = jax.devices()
     more = f" ({config.mesh.size} of {len(devices)})" if len(devices) > 1 else ""

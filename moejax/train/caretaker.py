@@ -113,6 +113,8 @@ class Caretaker:
         self._reason, self._rollback_reason = "", ""
         self._step, self._saved_step = 0, -1
         self._saved_at = time.monotonic()
+        self.save_seconds = 0.0
+        """How long the last `keep` or `save` stopped the run; taken back to 0 by who reads it."""
         self._by_clock = False
 
     @property
@@ -148,6 +150,7 @@ class Caretaker:
         return step % self.save_every == 0 or self._by_clock or (self.snapshots is not None and self.snapshots.due(step))
 
     def keep(self, step: int, state: Any, data: Any) -> None:
+        started = time.perf_counter()
         if step % self.save_every == 0 or self._by_clock:
             self.save(step, state, data)
         if self.snapshots is not None and self.snapshots.due(step) and self.monitors.healthy:  # else it would push out a good one
@@ -157,6 +160,7 @@ class Caretaker:
             self.goodput.saved(step)
             for gone in set(before) - set(self.snapshots.steps()):
                 self.recovery.removed(gone, "snapshot")
+        self.save_seconds += time.perf_counter() - started
 
     def save(self, step: int, state: Any, data: Any) -> None:
         """Begin a checkpoint; nothing when `step` is the newest one already."""
@@ -174,7 +178,8 @@ class Caretaker:
         """Go on from the metadata of the checkpoint that was restored."""
         step = self._saved_step = int(metadata["step"])
         self.monitors.restore(metadata["monitors"])
-        self.recovery.restore(metadata["recovery"], on_disk=self.checkpoints.steps())
+        good = self.checkpoints.known_good()
+        self.recovery.restore(metadata["recovery"], on_disk=self.checkpoints.steps(), known_good=good)
         if (ledger := read_goodput(self._ledger)) is not None:
             self.goodput.restore(ledger, step=step)
         self._events({"event": "restored", "step": step})
@@ -197,6 +202,8 @@ class Caretaker:
                 return None
             step = back.decision.step
             self.checkpoints.rewind(step)
+            if self.snapshots is not None:
+                self.snapshots.rewind(step)
             self._saved_step = -1
             for event in self.monitors.rolled_back(step, back.metadata["monitors"]):
                 self._events(event)

@@ -64,17 +64,26 @@ class Observation:
                 note(f"metrics: {page.url}")
                 sinks.append(page)
         self._sinks = Sinks(sinks, note)
+        self._last: dict[str, Any] = {}
+        self.rewind(first)
+
+    def rewind(self, step: int) -> None:
+        """Drop the probes after `step`, to which the run returned."""
+        self.probes.rewind(step)
 
     def look(self, step: int, state: Any, batch: Mapping[str, Any]) -> None:
         """Probe the state after `step` when it is time to. Waits for the device then."""
         if self._probe is not None and self._probe.due(step):
             values = self._probe(state.params, state.router_state, batch["tokens"], batch["segment_ids"])
-            self.probes.append(probe_record(step, values))
+            self._last = probe_record(step, values)
+            self.probes.append(self._last)
 
     def write(self, step: int, record: Mapping[str, Any], metrics: Mapping[str, np.ndarray]) -> None:
         """record: the step's line of metrics.jsonl; metrics: where it comes from, with the expert counts [L,E]."""
-        loads = {"expert_load": metrics["expert_load"]} if "expert_load" in metrics else {}
-        self._sinks.write(step, {**record, **loads})
+        more: dict[str, Any] = {"expert_load": metrics["expert_load"]} if "expert_load" in metrics else {}
+        if self._last.get("step") == step:
+            more["probes"] = {name: value for name, value in self._last.items() if name != "step"}
+        self._sinks.write(step, {**record, **more})
 
     def event(self, event: Event) -> None:
         self._sinks.event(event)

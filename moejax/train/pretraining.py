@@ -18,7 +18,18 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from ..config import ModelConfig
-from ..data import ByteTokenizer, Corpus, CorpusSource, CountModels, DataStream, Mixture, PackedBatches, TokenStream, valid_targets
+from ..data import (
+    ByteTokenizer,
+    Corpus,
+    CorpusSource,
+    CountModels,
+    DataStream,
+    Document,
+    Mixture,
+    PackedBatches,
+    TokenStream,
+    valid_targets,
+)
 from ..data.stream import check_fingerprint
 from ..modules.model import HybridLM
 from ..parallel import ModelParallel, batch_sharding, make_mesh, parameter_shardings
@@ -27,6 +38,7 @@ from .caretaker import Caretaker
 from .display import Display
 from .events import Event, EventLog
 from .flops import flops_per_token
+from .html_report import write_report
 from .loop import LoopResult, StepTimes, StopRequest, run_loop, stop_on_signals
 from .observation import Observation
 from .optimizers import make_optimizer, make_schedule
@@ -51,6 +63,8 @@ class Pretraining:
         self.start = time.monotonic()
         self.config, self.model_config, self.corpus, self.folder, self.display = config, model, corpus, folder, display
         self.tokenizer = ByteTokenizer()
+        if model.vocab_size < self.tokenizer.vocab_size:
+            raise ValueError(f"the model's vocab_size is {model.vocab_size}; the tokenizer's ids go up to {self.tokenizer.vocab_size - 1}.")
         self.mesh = make_mesh(config.mesh) if config.mesh.size > 1 else None
         parallel = None if self.mesh is None else ModelParallel(self.mesh)
         self.model = HybridLM(model, parallel=parallel)
@@ -88,17 +102,14 @@ class Pretraining:
             metadata=self._metadata,
             template=self.state_template,
             write=self._log,
-            rewound=self.tracker.rewind,
+            rewound=self._rewound,
             events=self.record,
         )
 
     def _make_stream(self) -> DataStream:
         """Files of up to 32 KB and longer ones as two domains, drawn as often as they are: all text comes once an epoch."""
         c = self.config
-        parts = {"files": [], "long_files": []}
-        for document in self.corpus.train:
-            parts["long_files" if len(document.data) > LONG_FILE else "files"].append(document)
-        sources = [CorpusSource(name, documents, self.tokenizer) for name, documents in parts.items() if documents]
+        sources = [CorpusSource(name, documents, self.tokenizer) for name, documents in by_domain(self.corpus).items()]
         rows, process = c.batch * c.micro_batches, (0, 1)
         if self.mesh is not None and c.micro_batches == 1:
             process = own_rows(batch_sharding(self.mesh), (rows, c.context))
@@ -111,6 +122,11 @@ class Pretraining:
             process=process,
             workers=c.data_workers,
         )
+
+    def _rewound(self, step: int) -> None:
+        self.tracker.rewind(step)
+        if self.observation is not None:
+            self.observation.rewind(step)
 
     def record(self, event: Event) -> None:
         """Write an event down and show what a person should know; only the first process does."""
@@ -192,7 +208,7 @@ class Pretraining:
 
     def restore(self) -> tuple[Any, dict[str, Any]]:
         """The latest checkpoint of the folder and its metadata. ValueError when it was trained on other text or other data settings."""
-        state, metadata = self.caretaker.checkpoints.restore(self.state_template())
+        state, metadata = self.caretaker.checkpoints.restore(self.state_template(), on_damage=self.config.on_damage)
         saved, here = metadata["corpus"], self.corpus.manifest
         if saved["sha256"] != here.sha256:
             raise ValueError(
@@ -282,6 +298,7 @@ class Pretraining:
                 self.observation.look(self._step, out[0], batch)
             return out
 
+        care.goodput.begin()
         last = c.total_steps if c.stop_after is None else min(c.total_steps, c.stop_after)
         with display.training(first=first, total=c.total_steps):
             result = run_loop(
@@ -323,6 +340,7 @@ class Pretraining:
         speed = self.config.tokens_per_step / times.seconds
         self._times.append(times.seconds)
         wall = {"seconds": times.seconds, "data_wait": times.data_wait, "tokens_per_second": speed}
+        wall["checkpoint"], self.caretaker.save_seconds = self.caretaker.save_seconds, 0.0
         wall |= {"mfu": speed * self._flops / self._peak.flops, "compiles": self.compiles.count}
         record = self.tracker.log(step, metrics, wall)
         if self.observation is not None:
@@ -386,6 +404,10 @@ class Pretraining:
             summary["pictures"] = []
             display.note("no pictures: they need matplotlib (pip install 'moejax[plot]')")
         write_json(self.folder / "summary.json", summary)
+        if summary["pictures"]:
+            with display.phase("writing the report"):
+                write_report(self.folder)
+            summary["pictures"].append("report.html")
         (self.folder / "summary.txt").write_text("\n".join(summary_lines(summary)) + "\n")
         return summary
 
@@ -406,6 +428,14 @@ class Pretraining:
             key=jax.random.fold_in(state.rng, int(state.step)),
         )
         return tokenizer.decode(ids, errors="replace")
+
+
+def by_domain(corpus: Corpus) -> dict[str, list[Document]]:
+    """The training documents by domain, whose losses are shown apart: "files", and "long_files" of more than 32 KB."""
+    parts: dict[str, list[Document]] = {"files": [], "long_files": []}
+    for document in corpus.train:
+        parts["long_files" if len(document.data) > LONG_FILE else "files"].append(document)
+    return {name: documents for name, documents in parts.items() if documents}
 
 
 def own_rows(sharding: NamedSharding, shape: tuple[int, int]) -> tuple[int, int]:

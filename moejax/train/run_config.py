@@ -8,6 +8,7 @@ import os
 import pathlib
 import platform
 import time
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import jax
@@ -29,8 +30,8 @@ DEFAULT_MINUTES = 4.3  # with 15-20 s of scoring and pictures after it: under 5 
 # What a resumed run may be given anew; everything else decides the numbers.
 FREE_ON_RESUME = ("resume", "minutes", "stop_after", "checkpoint_every", "profile", "compile_cache", "prompt")
 FREE_ON_RESUME += ("sample_bytes", "temperature", "corpus", "mesh")  # the corpus is checked by its hash; any mesh, same numbers
-FREE_ON_RESUME += ("data_workers", "safety", "observe", "metrics_port")
-FREE_ON_EVALUATE = ("evaluate", "heldout_rows", "corpus", "compile_cache", "mesh")
+FREE_ON_RESUME += ("data_workers", "safety", "observe", "metrics_port", "on_damage")
+FREE_ON_EVALUATE = ("on_damage", "evaluate", "heldout_rows", "corpus", "compile_cache", "mesh")
 PROFILED_STEPS = (3, 8)  # of this process: past the compile, and few enough for a small trace
 
 
@@ -87,6 +88,8 @@ class PretrainConfig:
     """Run folder whose latest checkpoint to go on from, with the settings it was started with."""
     evaluate: str | None = None
     """Run folder whose latest checkpoint to score on the held-out text; trains nothing."""
+    on_damage: Literal["raise", "previous"] = "raise"
+    """When the newest checkpoint's files are not what was written: "raise" says what is wrong, "previous" takes the one before."""
     checkpoint_every: int = 100
     """Steps between checkpoints (one more at the end)."""
     safety: SafetyConfig = dataclasses.field(default_factory=SafetyConfig)
@@ -227,11 +230,12 @@ def new_run_folder(config: PretrainConfig) -> pathlib.Path:
     raise ValueError(f"{config.out} holds 999 runs called {name}; give another --out.")
 
 
-def write_run(folder: pathlib.Path, config: PretrainConfig, model: ModelConfig, manifest: dict) -> None:
-    """config.json: what reproduces the run."""
+def write_run(folder: pathlib.Path, config: PretrainConfig, model: ModelConfig, manifest: dict, domains: Sequence[str] = ()) -> None:
+    """config.json: what reproduces the run, and the names of its domains by number."""
     versions = {"moejax": __version__, "jax": jax.__version__, "python": platform.python_version()}
     device = jax.devices()[0]
     record = {"config": config.to_dict(), "model": model.to_dict(), "corpus": manifest, "versions": versions}
+    record["domains"] = list(domains)
     write_json(folder / "config.json", record | {"device": f"{device.platform} {device.device_kind}"})
 
 

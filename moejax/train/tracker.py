@@ -36,6 +36,8 @@ class JsonLines:
 
     def rewind(self, step: int) -> None:
         """Drop the lines after `step`, which a resumed run writes again. The file is replaced at once, never half."""
+        if not self.path.exists():
+            return
         kept = [record for record in self.read() if record["step"] <= step]
         part = self.path.with_suffix(".part")
         part.write_text("".join(json.dumps(record) + "\n" for record in kept))
