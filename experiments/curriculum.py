@@ -91,7 +91,7 @@ def setup(preset: str) -> Setup:
     if preset == "k3":
         return Setup(k3(), Sizes())
     if preset == "demo":
-        return Setup(demo(shortest=64, total_steps=250, batch_tokens=8192), Sizes())
+        return Setup(demo(shortest=64, total_steps=480, batch_tokens=8192), Sizes())
     mixture = {"recall": 0.4, "needles": 0.4, "code": 0.2}
     two = from_steps((64, 128), (mixture, mixture), total_steps=4, batch_tokens=256, shares=(1, 1))
     return Setup(two, Sizes(code_files=30, documents=200, rows_per_depth={64: 2, 128: 2}, long_rows=1))

@@ -74,6 +74,7 @@ READS = {
     "modules": {"config", "kernels", "ops", "parallel"},
     "hub": {"config", "presets", "ops", "parallel", "modules"},
     "train": {"config", "counting", "presets", "data", "kernels", "ops", "parallel", "modules", "__version__"},
+    "evals": {"config", "data", "modules", "train"},
 }
 
 

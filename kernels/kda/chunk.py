@@ -75,7 +75,7 @@ def prepare(q, k, g, beta, masks: Masks | None, *, scale, lower_bound) -> Prepar
     q, size = q * scale, q.shape[-2]
     if lower_bound is None:
         g = jnp.maximum(g, -1e4)  # e^-1e4 is 0 in float64 too; keeps 0 * g finite for g = -inf
-    decays = decay_factors(g, lower_bound)
+    decays = decay_factors(g, lower_bound, None if masks is None else masks.pairs)
     both = jnp.concatenate([q * decays.row, k * decays.row], axis=-2)
     if decays.own is None:
         reads, overlaps = pair_scores(q, k, jnp.exp(g))
@@ -183,8 +183,10 @@ def gradients(p: Prepared, g, masks: Masks | None, d_o, y, back: Back, *, scale,
     grad_leave = p.beta * back.on_leave
     from_state = p.q * state_q + p.k * state_row
     later = from_state if later is None else from_state + later
-    # Two sums, not one difference from a total: a document's gradient keeps no rounding of the next one's state.
-    on_decay = running_sum(later, reverse=True) + shifted(running_sum(k_leave * grad_leave), 1)
+    # Two sums, not one difference from a total, and each over the row's own document: a gradient keeps no rounding of the others'.
+    pairs = None if masks is None else masks.pairs
+    before = shifted(running_sum(k_leave * grad_leave, pairs=pairs), 1)  # of another document's row it is 0: that one does not leave
+    on_decay = running_sum(later, reverse=True, pairs=pairs) + before
     on_decay = on_decay + (p.whole * back.on_whole)[..., None, :]
     d_g = on_decay if d_g is None else on_decay + d_g
     # A pair of a token with itself has no decay: it is left out above, where it would only add rounding to d_g.

@@ -26,12 +26,16 @@ class Decays(NamedTuple):
     unshift: float  # e^-shift, which turns `row` into the decay from the chunk's start
 
 
-def running_sum(x, reverse: bool = False):
-    """Inclusive sum along axis -2. As a product with a 0/1 triangle: one dot, where a scan of shifted adds compiles 20% longer."""
+def running_sum(x, reverse: bool = False, pairs=None):
+    """Inclusive sum along axis -2. As a product with a 0/1 triangle: one dot, where a scan of shifted adds compiles 20% longer.
+
+    pairs: bool [...,C,C], or None: row and column belong together. Then a row sums those of its own document only, and not a bit of
+    it depends on the other documents of the chunk.
+    """
     rows = x.shape[-2]
-    triangle = np.tri(rows).T if reverse else np.tri(rows)
-    triangle = jnp.broadcast_to(jnp.asarray(triangle, x.dtype), (*x.shape[:-2], rows, rows))
-    return jnp.matmul(triangle, x, precision=HIGHEST)
+    triangle = np.tri(rows, dtype=bool).T if reverse else np.tri(rows, dtype=bool)
+    triangle = jnp.asarray(triangle if pairs is None else pairs & triangle, x.dtype)
+    return jnp.matmul(jnp.broadcast_to(triangle, (*x.shape[:-2], rows, rows)), x, precision=HIGHEST)
 
 
 def shifted(x, by: int):
@@ -41,13 +45,16 @@ def shifted(x, by: int):
     return jnp.pad(kept, [(0, 0)] * (x.ndim - 2) + [pad, (0, 0)])
 
 
-def decay_factors(g, lower_bound: float | None) -> Decays:
+def decay_factors(g, lower_bound: float | None, pairs=None) -> Decays:
     """All factors of a chunk from its log decays g [...,C,K]; with a lower bound `row` and `own` lie within e^(+-8 * bound).
+
+    pairs: as in `running_sum`. Factors then count from where the row's document enters the chunk; `leave` holds for rows of the
+    chunk's last document, `whole` where one document fills the chunk.
 
     The shift centres that range: without it e^-80 times a small entry would be flushed to 0 in float32 (measured: output off by
     1.6e-3 at saturation). Without a bound nothing is divided: e^(decay to the end) is a sum of its own.
     """
-    sums = running_sum(g)
+    sums = running_sum(g, pairs=pairs)
     if lower_bound is None:
         row, leave = jnp.exp(sums), jnp.exp(shifted(running_sum(g, reverse=True), -1))
         return Decays(row, None, leave, row[..., -1, :], 1.0)

@@ -16,7 +16,7 @@ from .mla import GatedMLA
 from .moe import LatentMoE
 from .plan import BlockSpec, LayerSpec
 
-COLLECTIONS = ("router_stats", "intermediates")
+COLLECTIONS = ("router_stats", "intermediates", "attention_stats")
 """Collections that a forward pass may write. Gradients do not flow through them (but for the balancing loss)."""
 
 

@@ -13,7 +13,8 @@ from moejax import HybridLM, presets
 from moejax.parallel.axes import PARAMETER_AXES
 from moejax.train.muon import scale_by_muon
 from moejax.train.muon_layout import MUON_LAYOUT, Matrices, dimension_numbers, labels, layout_tree
-from moejax.train.newton_schulz import QUINTIC, newton_schulz
+from moejax.train.newton_schulz import QUINTIC
+from moejax.train.newton_schulz import newton_schulz as orthogonal
 from moejax.train.optimizers import OptimizerConfig, decay_mask, make_optimizer
 
 MUON = OptimizerConfig(kind="muon", learning_rate=1e-2, total_steps=20)
@@ -55,7 +56,7 @@ def tree(seed, dtype=jnp.float32):
     made = {}
     for name, shape in SHAPES.items():
         sizes = 10.0 ** rng.uniform(-3, 1, (*shape[:-2], 1, 1) if len(shape) > 2 else ())
-        made[name] = jnp.asarray(rng.normal(size=shape) * sizes, dtype)
+        made[name] = (rng.normal(size=shape) * sizes).astype(dtype)
     return {"stack": {"layer_0": made}}
 
 
@@ -64,18 +65,24 @@ def layout_of(name, shape):
 
 
 OPTIMIZER = make_optimizer(MUON)
-UPDATE = jax.jit(OPTIMIZER.update)
+INIT = jax.jit(OPTIMIZER.init)
+
+
+@jax.jit
+def step(grads, state, params):
+    """-> (updates, state, params)."""
+    updates, state = OPTIMIZER.update(grads, state, params)
+    return updates, state, optax.apply_updates(params, updates)
 
 
 @functools.cache
 def two_updates(dtype=jnp.float32):
     """-> updates of two steps."""
-    params = tree(0, dtype)
-    state, made = OPTIMIZER.init(params), []
+    params, made = tree(0, dtype), []
+    state = INIT(params)
     for seed in (1, 2):
-        updates, state = UPDATE(tree(seed, dtype), state, params)
-        params = optax.apply_updates(params, updates)
-        made.append(updates["stack"]["layer_0"])
+        updates, state, params = step(tree(seed, dtype), state, params)
+        made.append(jax.tree.map(np.asarray, updates["stack"]["layer_0"]))
     return made
 
 
@@ -150,14 +157,14 @@ def test_each_matrix_as_if_alone(x64):
     for name, sizes in MATRIX_SHAPES.items():
         layout = layout_of(name, SHAPES[name])
         assert layout.sizes(SHAPES[name]) == sizes
-        stacks = [np.asarray(layout.stacked(g[name])) for g in gradients]
-        before = np.asarray(layout.stacked(params[name]))
-        got = [np.asarray(layout.stacked(m[name])) for m in made]
+        stacks = [layout.stacked(g[name]) for g in gradients]
+        before = layout.stacked(params[name])
+        got = [layout.stacked(m[name]) for m in made]
         for index in range(sizes[0]):
             want, weights = update_alone([stack[index] for stack in stacks], sizes[1:]), before[index]
-            for step in range(2):  # a warm-up of one update, then the cosine's first: both at the peak
-                expected = -1e-2 * (want[step] + 0.1 * weights)
-                np.testing.assert_allclose(got[step][index], expected, rtol=0, atol=1e-7 * np.abs(expected).max(), err_msg=name)
+            for count in range(2):  # a warm-up of one update, then the cosine's first: both at the peak
+                expected = -1e-2 * (want[count] + 0.1 * weights)
+                np.testing.assert_allclose(got[count][index], expected, rtol=0, atol=1e-7 * np.abs(expected).max(), err_msg=name)
                 weights = weights + expected
 
 
@@ -167,11 +174,10 @@ def test_one_head_sliced_out():
     part = (slice(1, 2), slice(2, 3), slice(None), slice(3, 4))  # one layer, one head
     cut = lambda seed: {"q_proj": tree(seed)["stack"]["layer_0"]["q_proj"][part]}
     params = cut(0)
-    state = OPTIMIZER.init(params)
-    for step, seed in enumerate((1, 2)):
-        updates, state = UPDATE(cut(seed), state, params)
-        params = optax.apply_updates(params, updates)
-        whole = np.asarray(made[step]["q_proj"][part])
+    state = INIT(params)
+    for count, seed in enumerate((1, 2)):
+        updates, state, params = step(cut(seed), state, params)
+        whole = made[count]["q_proj"][part]
         np.testing.assert_allclose(updates["q_proj"], whole, rtol=0, atol=1e-6 * np.abs(whole).max())
 
 
@@ -186,13 +192,13 @@ def test_as_optax_does(x64):
         muon_weight_dimension_numbers=layout_tree,
     )
     params = tree(0, jnp.float64)
-    state = theirs.init(params)
-    for step, seed in enumerate((1, 2)):
-        updates, state = jax.jit(theirs.update)(tree(seed, jnp.float64), state, params)
+    state, update = jax.jit(theirs.init)(params), jax.jit(theirs.update)
+    for count, seed in enumerate((1, 2)):
+        updates, state = jax.tree.map(np.asarray, update(tree(seed, jnp.float64), state, params))
         params = optax.apply_updates(params, updates)
         for name in MATRIX_SHAPES:
             want = np.asarray(updates["stack"]["layer_0"][name])
-            np.testing.assert_allclose(made[step][name], want, rtol=0, atol=1e-7 * np.abs(want).max(), err_msg=name)
+            np.testing.assert_allclose(made[count][name], want, rtol=0, atol=1e-7 * np.abs(want).max(), err_msg=name)
 
 
 def test_other_parameters_are_adamw():
@@ -201,31 +207,31 @@ def test_other_parameters_are_adamw():
     adamw = make_optimizer(OptimizerConfig(learning_rate=1e-2, total_steps=20))
     others = lambda seed: {name: leaf for name, leaf in tree(seed)["stack"]["layer_0"].items() if name not in MATRIX_SHAPES}
     assert sorted(others(0)) == ["dt_bias", "embedding", "head", "q_conv", "weight"]
-    state, params = adamw.init(others(0)), others(0)
-    for step, seed in enumerate((1, 2)):
-        updates, state = jax.jit(adamw.update)(others(seed), state, params)
-        params = optax.apply_updates(params, updates)
+    state, params, update = jax.jit(adamw.init)(others(0)), others(0), jax.jit(adamw.update)
+    for count, seed in enumerate((1, 2)):
+        updates, state = update(others(seed), state, params)
+        params = jax.tree.map(np.add, params, updates)
         for name, want in updates.items():
-            np.testing.assert_allclose(made[step][name], want, rtol=1e-6, err_msg=name)
+            np.testing.assert_allclose(made[count][name], want, rtol=1e-6, err_msg=name)
 
 
 def test_updates_are_nearly_orthogonal_with_one_rms():
     """Over the rate times 0.2 sqrt(longer side), all singular values of a head's, an expert's and a whole matrix's update lie
     in [0.68, 1.14], whatever those of the gradient between 0.005 and 1 times its norm: the polynomial's band, not 1. So the
     RMS of each update is near 0.2, the same for all shapes."""
-    gradients = jax.tree.map(np.array, tree(5))
+    gradients = tree(5)
     rng = np.random.default_rng(5)
     for name, sizes in MATRIX_SHAPES.items():
         layout = layout_of(name, SHAPES[name])
         stack = rng.normal(size=sizes)
         u, _, v = np.linalg.svd(stack, full_matrices=False)
         values = 10.0 ** rng.uniform(-1, 0, (sizes[0], 1, u.shape[-1]))
-        made = jnp.asarray((u * values) @ v, jnp.float32)
+        made = ((u * values) @ v).astype(np.float32)
         gradients["stack"]["layer_0"][name] = layout.unstacked(made, SHAPES[name])
-    weights = jax.tree.map(jnp.zeros_like, tree(0))  # no decay
-    updates, _ = UPDATE(gradients, OPTIMIZER.init(weights), weights)
+    weights = jax.tree.map(np.zeros_like, tree(0))  # no decay
+    updates = jax.tree.map(np.asarray, step(gradients, INIT(weights), weights)[0])
     for name, (_, rows, columns) in MATRIX_SHAPES.items():
-        stack = np.asarray(layout_of(name, SHAPES[name]).stacked(updates["stack"]["layer_0"][name]), np.float64) / 1e-2
+        stack = layout_of(name, SHAPES[name]).stacked(updates["stack"]["layer_0"][name]).astype(np.float64) / 1e-2
         values = np.linalg.svd(stack, compute_uv=False) / (0.2 * math.sqrt(max(rows, columns)))
         assert 0.68 < values.min() and values.max() < 1.14, (name, values.min(), values.max())
         rms = np.sqrt((stack**2).mean((1, 2)))
@@ -235,7 +241,7 @@ def test_updates_are_nearly_orthogonal_with_one_rms():
 def test_decay_reaches_weights_and_nothing_else():
     """With gradients of zero the update is the decay alone: on matrices, convolutions, embedding and head, not on norms and gates."""
     params = tree(0)
-    updates, _ = UPDATE(jax.tree.map(jnp.zeros_like, params), OPTIMIZER.init(params), params)
+    updates, *_ = step(jax.tree.map(np.zeros_like, params), INIT(params), params)
     for name, update in updates["stack"]["layer_0"].items():
         decays = name not in ("dt_bias", "weight")
         want = -1e-2 * 0.1 * np.asarray(params["stack"]["layer_0"][name]) * decays
@@ -245,12 +251,12 @@ def test_decay_reaches_weights_and_nothing_else():
 def test_state_is_float32_and_no_more_than_needed():
     """bfloat16 parameters: float32 moments; one array a matrix, two for AdamW's, and counts."""
     params = tree(0, jnp.bfloat16)
-    state = OPTIMIZER.init(params)
+    state = INIT(params)
     assert {leaf.dtype.name for leaf in jax.tree.leaves(state)} == {"float32", "int32"}
     sizes = {name: math.prod(shape) * (1 if name in MATRIX_SHAPES else 2) for name, shape in SHAPES.items()}
     assert sum(leaf.size for leaf in jax.tree.leaves(state) if leaf.ndim) == sum(sizes.values())
-    wide = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), (tree(1, jnp.bfloat16), params))
-    got, want = (UPDATE(g, state, p) for g, p in ((tree(1, jnp.bfloat16), params), wide))
+    wide = jax.tree.map(lambda leaf: leaf.astype(np.float32), (tree(1, jnp.bfloat16), params))
+    got, want = (step(g, state, p)[:2] for g, p in ((tree(1, jnp.bfloat16), params), wide))
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         np.testing.assert_array_equal(a, b)  # nothing is rounded on the way
 
@@ -260,15 +266,14 @@ def test_resumes_bit_for_bit(tmp_path):
     from moejax.train.checkpoint import Checkpointer
 
     params = tree(0)
-    updates, state = UPDATE(tree(1), OPTIMIZER.init(params), params)
-    params = optax.apply_updates(params, updates)
+    _, state, params = step(tree(1), INIT(params), params)
     with Checkpointer(tmp_path) as checkpoints:
         checkpoints.save(1, {"params": params, "opt_state": state}, {})
         checkpoints.wait()
         template = jax.eval_shape(lambda: {"params": tree(0), "opt_state": OPTIMIZER.init(tree(0))})
         restored, _ = checkpoints.restore(template)
     assert jax.tree.structure(restored["opt_state"]) == jax.tree.structure(state)
-    want, got = UPDATE(tree(2), state, params), UPDATE(tree(2), restored["opt_state"], restored["params"])
+    want, got = step(tree(2), state, params), step(tree(2), restored["opt_state"], restored["params"])
     for a, b in zip(jax.tree.leaves(want), jax.tree.leaves(got), strict=True):
         np.testing.assert_array_equal(a, b)
 
@@ -280,9 +285,10 @@ def test_settings_reach_the_update():
 
     def first(**settings):
         rule = scale_by_muon(OptimizerConfig(kind="muon", **settings))
-        updates, _ = jax.jit(rule.update)(gradient, rule.init(gradient))
-        return np.asarray(layout.stacked(updates["q_proj"]))
+        updates, _ = jax.jit(lambda gradient: rule.update(gradient, rule.init(gradient)))(gradient)
+        return layout.stacked(np.asarray(updates["q_proj"]))
 
+    newton_schulz = jax.jit(functools.partial(orthogonal, matmul_dtype=None), static_argnames="steps")
     alone = newton_schulz(layout.stacked(gradient["q_proj"]), steps=5) * 0.2 * math.sqrt(12)
     np.testing.assert_allclose(first(nesterov=False), alone, atol=1e-5)
     np.testing.assert_allclose(first(muon_scale=0.4), 2 * first(), rtol=1e-6)

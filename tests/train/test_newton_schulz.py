@@ -28,13 +28,11 @@ SHAPES = {
 LONE = 16 * 40
 MESHES = {
     "fsdp": MeshConfig(fsdp=8),
-    "fsdp-tensor": MeshConfig(fsdp=2, tensor=4),
     "fsdp-expert-tensor": MeshConfig(fsdp=2, expert=2, tensor=2),
     "data-fsdp": MeshConfig(data=2, fsdp=4),
 }
 COUNTS = {  # all-to-alls go there and back for each mesh axis that shards a kind of matrix
     "fsdp": {"all-to-all": 6, "all-gather": 1},
-    "fsdp-tensor": {"all-to-all": 10, "all-gather": 2},
     "fsdp-expert-tensor": {"all-to-all": 10, "all-gather": 3},
     "data-fsdp": {"all-to-all": 6, "all-gather": 3},
 }

@@ -2,9 +2,10 @@
 
 | thread | here |
 |---|---|
-| slime PR 1686, Automodel PR 2147, prime-rl #3000, fla PR 1184, SkyRL PR 2056 (state or convolution leaks over documents) | below; meshes: tests/parallel/test_model_mesh.py |
+| slime PR 1686, Automodel PR 2147, prime-rl #3000, SkyRL PR 2056 (documents leak) | below; meshes: tests/parallel/test_model_mesh.py |
+| fla PR 1184 (the reference leaked too) | tests/kernels/test_kda_isolation.py |
 | MaxText d20a48da1, 092c3e871 (segment ids as loss weights) | test_batch.py |
-| torchtitan PR 1593, 3686, Automodel PR 3247 (counted twice under recomputation) | test_step.py, test_recomputation_counts_and_weighs_once |
+| torchtitan PR 1593, 3686, Automodel PR 3247 (recomputation counts twice) | test_step.py, test_recomputation_counts_and_weighs_once |
 | torchtitan PR 4148 (evaluation fed the bias) | below |
 | torchtitan #1506 (bias drifts without centring) | below |
 | Automodel #3325 (recomputation routes otherwise) | test_step.py, the same |
@@ -14,7 +15,7 @@
 | slime #2263, swiss-ai Megatron-LM PR 121 (whose tokens are trained) | tests/data/test_dialog.py |
 | unsloth #416 (PAD = EOS) | tests/data/test_bpe.py |
 | grain PR 1179, entrenar #294, KempnerForge #51, accelerate PR 4071 (place in the data lost) | tests/data/test_stream.py |
-| KempnerForge #102, MaxText PR 5260, orbax #605, keras #23609 (saves that do not count, errors swallowed) | test_checkpoint.py, test_caretaker.py |
+| KempnerForge #102, MaxText PR 5260, orbax #605, keras #23609 (failed saves) | test_checkpoint.py, test_caretaker.py |
 | TensorRT-LLM PR 17332, fla PR 950 (dt_bias zero), fla #718 (a bias in the output gate) | below |
 
 Shapes: B rows, T tokens, V vocabulary.
@@ -75,14 +76,17 @@ def test_a_document_does_not_see_the_one_before_it(packed, boundary):
     (logits, grads), (changed, changed_grads) = (packed(x, segments, weights) for x in (tokens, other))
     assert np.array_equal(logits[:, boundary:], changed[:, boundary:])
     assert not np.array_equal(logits[:, :boundary], changed[:, :boundary])
-    for a, b in zip(jax.tree.leaves(grads), jax.tree.leaves(changed_grads), strict=True):
-        np.testing.assert_array_equal(a, b)
+    for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(grads), jax.tree.leaves(changed_grads), strict=True):
+        if path[-1].key.startswith("expert_"):  # sums over B's rows, which A's rows push to other places: another order
+            np.testing.assert_allclose(a, b, rtol=0, atol=1e-6 * float(np.abs(b).max()))
+        else:
+            np.testing.assert_array_equal(a, b, err_msg=jax.tree_util.keystr(path))
     assert not np.any(np.asarray(grads["embedding"])[32:]) and np.any(np.asarray(grads["embedding"])[:32])
     size = LENGTH - boundary
     alone, ids, mask = np.zeros((1, LENGTH), int), np.zeros((1, LENGTH), int), np.zeros((1, LENGTH), np.float32)
     alone[0, :size], ids[0, :size], mask[0, :size] = tokens[0, boundary:], 1, 1
     single, single_grads = packed(alone, ids, mask)
-    np.testing.assert_allclose(single[:, :size], logits[:, boundary:], atol=1e-5)
+    np.testing.assert_allclose(single[:, :size], logits[:, boundary:], rtol=0, atol=1e-5 * float(np.abs(logits).max()))
     for a, b in zip(jax.tree.leaves(single_grads), jax.tree.leaves(grads), strict=True):
         np.testing.assert_allclose(a, b, atol=1e-4 * max(1.0, float(np.abs(b).max())))
 

@@ -29,8 +29,9 @@ def layer(positions="none", q_latent=16):
     return module, params, x, ids
 
 
+@functools.partial(jax.jit, static_argnums=0)
 def measured(module, params, x, ids):
-    return jax.jit(lambda params: module.apply({"params": params}, x, ids, mutable=["attention_stats"])[1]["attention_stats"])(params)
+    return module.apply({"params": params}, x, ids, mutable=["attention_stats"])[1]["attention_stats"]
 
 
 @pytest.mark.parametrize(("positions", "q_latent"), [("none", 16), ("rotary", None)])
