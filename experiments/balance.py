@@ -101,7 +101,7 @@ def make_step(study: Study, rule: str):
         if rule == "aux_loss":
             grad = jax.grad(lambda offset: aux_loss(logits + offset, routing.experts))(offset)
             updates, moments = adam.update(grad, moments)
-            return (offset + updates, moments), measured
+            return (optax.apply_updates(offset, updates), moments), measured
         return (updated_bias(rule, statistics, bias, study.k, strength), moments), measured
 
     zeros = jnp.zeros(study.experts)

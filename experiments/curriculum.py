@@ -91,7 +91,7 @@ def setup(preset: str) -> Setup:
     if preset == "k3":
         return Setup(k3(), Sizes())
     if preset == "demo":
-        return Setup(demo(shortest=64, total_steps=480, batch_tokens=8192), Sizes())
+        return Setup(demo(shortest=64, total_steps=320, batch_tokens=8192), Sizes())
     mixture = {"recall": 0.4, "needles": 0.4, "code": 0.2}
     two = from_steps((64, 128), (mixture, mixture), total_steps=4, batch_tokens=256, shares=(1, 1))
     return Setup(two, Sizes(code_files=30, documents=200, rows_per_depth={64: 2, 128: 2}, long_rows=1))
@@ -138,7 +138,10 @@ class Training:
     def initial_state(self) -> Any:
         # It runs once: LLVM's optimiser would take longer than it saves.
         options = {"xla_backend_optimization_level": 0} if jax.default_backend() == "cpu" else None
-        return jax.jit(lambda key: init_state(self.model, self.optimizer, key), compiler_options=options)(jax.random.key(self.config.seed))
+        return jax.jit(self.fresh_state, compiler_options=options)(jax.random.key(self.config.seed))
+
+    def fresh_state(self, key: jax.Array) -> Any:
+        return init_state(self.model, self.optimizer, key)
 
     def stream(self, stage: Stage) -> DataStream:
         return DataStream(
@@ -152,7 +155,7 @@ class Training:
 
     def restore(self, checkpoints: Checkpointer) -> tuple[Any, DataStream, int]:
         """The newest checkpoint: state, stream and step, each checked against this run's."""
-        state, saved = checkpoints.restore(jax.eval_shape(self.initial_state))
+        state, saved = checkpoints.restore(jax.eval_shape(self.fresh_state, jax.random.key(self.config.seed)))
         step = int(state.step)
         self.curriculum.check_position(saved["curriculum"], step)
         stream = self.stream(self.curriculum.at(step).stage)

@@ -21,8 +21,6 @@ DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
 # KDA's convolution, as it would with the words of a large vocabulary.
 PATTERN = r" is |[0-9]|[A-Za-z]{1,2}|\s+|[^\sA-Za-z0-9]+"
 VOCABULARY = 640
-OWN = ("recall", "needles")  # made anew for each stage, at its length
-MOST_PAIRS = 40  # half of the two-digit numbers that training may use
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,8 +66,8 @@ class DemoData:
         self.long_rows = document_rows(encoded, length=contexts[-1], rows=1, pad_id=self.tokenizer.pad_id)
 
     def mixture(self, stage: Stage) -> Mixture:
-        """The stage's mixture over the one list of sources of the whole run; facts are those of the stage's own length."""
-        weights = {own_name(name, stage) if name in OWN else name: weight for name, weight in stage.mixture.items()}
+        """The stage's mixture over the one list of sources of the whole run; "needles" are those of the stage's own length."""
+        weights = {needles_name(stage) if name == "needles" else name: weight for name, weight in stage.mixture.items()}
         return Mixture(self.sources, weights)
 
     def _tokenizer(self, folder: pathlib.Path) -> Any:
@@ -81,16 +79,11 @@ class DemoData:
         return train_bpe([*(document.data for document in self.train[::2]), *facts], VOCABULARY, folder=folder, pattern=PATTERN)
 
     def _sources(self) -> list[Source]:
-        made: dict[str, Any] = {"seed": self.seed, "digits": DIGITS, "tokenizer": self.tokenizer}
-        sources: list[Source] = [CorpusSource("code", self.train, self.tokenizer)]
+        made: dict[str, Any] = {"seed": self.seed, "documents": self.sizes.documents, "digits": DIGITS, "tokenizer": self.tokenizer}
+        sources: list[Source] = [RecallSource("recall", pairs=(1, 3), queries=1, **made), CorpusSource("code", self.train, self.tokenizer)]
         for stage in self.curriculum.stages:
-            length, count = stage.context_length, self.sizes.documents
-            # Of all facts asked at once a row has many answers; 64 tokens hold three facts and one question.
-            pairs, queries = ((1, 3), 1) if length < 128 else ((1, min(MOST_PAIRS, length // 24)), None)
-            number = count if length < 128 else max(1, count // 10)
-            sources.append(RecallSource(own_name("recall", stage), pairs=pairs, queries=queries, documents=number, **made))
-            name, needles = own_name("needles", stage), (1, needle_keys(length))
-            sources.append(NeedleSource(name, length=length, needles=needles, filler=self.haystack, documents=count, **made))
+            length = stage.context_length
+            sources.append(NeedleSource(needles_name(stage), length=length, needles=(1, needle_keys(length)), filler=self.haystack, **made))
         least = max((stage.min_doc_tokens or {}).get("long", 0) for stage in self.curriculum.stages)
         if least:
             # A token is about two bytes; those of one to ten rows, so that one file is not a whole stage.
@@ -99,9 +92,8 @@ class DemoData:
         return sources
 
 
-def own_name(kind: str, stage: Stage) -> str:
-    """The name of a stage's own source of facts."""
-    return f"{kind} {stage.name}"
+def needles_name(stage: Stage) -> str:
+    return f"needles {stage.name}"
 
 
 def needle_keys(length: int) -> int:

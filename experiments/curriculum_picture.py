@@ -17,7 +17,7 @@ def draw(path: pathlib.Path, results: list[dict[str, Any]], metrics: list[dict[s
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    figure = plt.figure(figsize=(13, 7), layout="constrained")
+    figure: Any = plt.figure(figsize=(13, 7), layout="constrained")
     upper, lower = figure.subfigures(2, 1, height_ratios=(1, 1.3))
     _grids(upper, results)
     left, middle, right = lower.subplots(1, 3)

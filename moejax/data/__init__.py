@@ -1,10 +1,16 @@
-"""Text for training: tokenizers, corpora, deterministic batches, and count models to compare with. NumPy only at import."""
+"""Text for training: tokenizers, corpora, sources, mixtures, packing, and the stream of batches. NumPy only at import."""
 
 from .batches import PackedBatches, TokenStream
+from .bpe import train_bpe, utf8_documents
 from .corpus import Corpus, Document, Manifest, folder_corpus, standard_library, synthetic_corpus
 from .counts import CountModels, valid_targets
+from .dialog import render_dialog, special_id
+from .files import FilesSource, JsonlSource
+from .generators import LongDocuments, RecallSource
 from .mixture import Mixture
+from .needles import NeedleRows, NeedleSource, needle_baselines, needle_rows
 from .packing import Packing
+from .queue_source import QueueStream, put_item
 from .sources import CorpusSource, LengthRange, Source, TokenDocument, TokenSource
 from .stream import DataStream, check_fingerprint
 from .tokenizer import ByteTokenizer
@@ -18,11 +24,18 @@ __all__ = [
     "DataStream",
     "Document",
     "FileTokenizer",
+    "FilesSource",
+    "JsonlSource",
     "LengthRange",
+    "LongDocuments",
     "Manifest",
     "Mixture",
+    "NeedleRows",
+    "NeedleSource",
     "PackedBatches",
     "Packing",
+    "QueueStream",
+    "RecallSource",
     "Source",
     "TokenDocument",
     "TokenSource",
@@ -30,7 +43,14 @@ __all__ = [
     "check_fingerprint",
     "folder_corpus",
     "load_tokenizer",
+    "needle_baselines",
+    "needle_rows",
+    "put_item",
+    "render_dialog",
+    "special_id",
     "standard_library",
     "synthetic_corpus",
+    "train_bpe",
+    "utf8_documents",
     "valid_targets",
 ]

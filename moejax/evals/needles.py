@@ -55,7 +55,7 @@ def make_predict(model: HybridLM) -> Predict:
 
     @jax.jit
     def predict(variables, tokens, segment_ids, at):
-        hidden = model.apply(variables, tokens, segment_ids, return_hidden=True)
+        hidden: Any = model.apply(variables, tokens, segment_ids, return_hidden=True)
         asked = jnp.take_along_axis(hidden, at[..., None], axis=1)
         head = variables["params"]["head"].astype(asked.dtype)
         wide = jnp.promote_types(asked.dtype, jnp.float32)

@@ -40,8 +40,8 @@ class SafetyConfig:
     snapshot_every: int | None = None
     """Steps between copies of the state in host memory, to which a rollback returns first. Two are held, three while one is taken.
     None: no copies."""
-    promote_after: int = 50
-    """Healthy steps after which a checkpoint is known good."""
+    promote_after: int | None = None
+    """Healthy steps after which a checkpoint is known good. None: 50, or all that a checkpoint lives for where that is less."""
     max_rollbacks: int = 3
     """Rollbacks without progress before the run ends."""
     replay_every: int | None = None
@@ -54,19 +54,30 @@ class SafetyConfig:
     """Thresholds of the alarms."""
 
     def __post_init__(self) -> None:
-        for name in ("snapshot_every", "replay_every"):
+        for name in ("snapshot_every", "replay_every", "promote_after"):
             value = getattr(self, name)
             if value is not None and value < 1:
-                raise ValueError(f"--safety.{name.replace('_', '-')} is {value}; it must be at least 1, or None for never.")
-        for name in ("keep", "promote_after"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"--safety.{name.replace('_', '-')} is {getattr(self, name)}; it must be at least 1.")
+                raise ValueError(f"--safety.{name.replace('_', '-')} is {value}; it must be at least 1, or None.")
+        if self.keep < 1:
+            raise ValueError(f"--safety.keep is {self.keep}; it must be at least 1.")
         if self.max_rollbacks < 0:
             raise ValueError(f"--safety.max-rollbacks is {self.max_rollbacks}; it must be 0 (the first failure ends the run) or more.")
         if self.checkpoint_minutes is not None and not self.checkpoint_minutes > 0:
             raise ValueError(f"--safety.checkpoint-minutes is {self.checkpoint_minutes}; it must be positive.")
         if not self.stall_seconds > 0:
             raise ValueError(f"--safety.stall-seconds is {self.stall_seconds}; it must be positive.")
+
+    def promotion(self, save_every: int) -> int:
+        """Healthy steps until promotion when a checkpoint is made every `save_every` steps. ValueError: none would live that long."""
+        life = self.keep * save_every
+        if self.promote_after is None:
+            return min(50, life)
+        if self.promote_after > life:
+            raise ValueError(
+                f"--safety.promote-after is {self.promote_after}, but a checkpoint lives {life} steps ({self.keep} are kept, one every "
+                f"{save_every}); it would be deleted before it is known good. Promote earlier, keep more or save less often."
+            )
+        return self.promote_after
 
 
 class Caretaker:
@@ -91,11 +102,6 @@ class Caretaker:
         rewound: Callable[[int], None],
         events: Callable[[Event], None],
     ):
-        if config.promote_after > (longest := config.keep * save_every):
-            raise ValueError(
-                f"--safety.promote-after is {config.promote_after}, but a checkpoint lives {longest} steps ({config.keep} are kept, one "
-                f"every {save_every}); it would be deleted before it is known good. Promote earlier, keep more or save less often."
-            )
         self.config, self.save_every = config, save_every
         self._metadata, self._template, self._write, self._rewound, self._events = metadata, template, write, rewound, events
         self.monitors = Monitors(config.monitors)
@@ -103,7 +109,7 @@ class Caretaker:
         # Of two snapshots the older one has lived for at least `every` steps: long enough to be known healthy.
         self.snapshots = None if every is None else Snapshots(every=every, keep=2)
         proved = min(10, every or 10)
-        self.recovery = Recovery(max_rollbacks=config.max_rollbacks, promote_after=config.promote_after, snapshot_after=proved)
+        self.recovery = Recovery(max_rollbacks=config.max_rollbacks, promote_after=config.promotion(save_every), snapshot_after=proved)
         self.checkpoints = Checkpointer(folder, keep=config.keep, record=events)
         self.goodput = Goodput(process_start=process_started())
         self._ledger = scratch / "goodput.json"

@@ -282,19 +282,19 @@ def k3(*, total_steps: int = 200_000, batch_tokens: int = 1 << 26) -> Curriculum
     return from_steps((8192, 65536, 262144, 1048576), mixtures, total_steps=total_steps, batch_tokens=batch_tokens)
 
 
-def demo(*, shortest: int = 64, total_steps: int = 600, batch_tokens: int | None = None) -> Curriculum:
+def demo(*, shortest: int = 64, total_steps: int = 320, batch_tokens: int | None = None) -> Curriculum:
     """K3's ratios of lengths and tokens (1 : 8 : 32 : 128 from `shortest`) for minutes on a CPU.
 
     Of a haystack only the answer counts in the loss, of code every token: with 5% of the tokens, code is over half of the loss.
 
-    Sources: "recall" (facts, then questions), "needles" (haystacks of the stage's own length), "code" (files), "long"
+    Sources: "recall" (short documents of facts and questions), "needles" (haystacks of the stage's own length), "code" (files), "long"
     (files longer than the longest row). batch_tokens: None: one row of the longest stage.
     """
     mixtures = (
         {"recall": 0.6, "needles": 0.35, "code": 0.05},
-        {"recall": 0.5, "needles": 0.45, "code": 0.05},
-        {"recall": 0.4, "needles": 0.5, "code": 0.05, "long": 0.05},
-        {"recall": 0.4, "needles": 0.5, "code": 0.05, "long": 0.05},
+        {"recall": 0.4, "needles": 0.52, "code": 0.08},
+        {"recall": 0.3, "needles": 0.6, "code": 0.05, "long": 0.05},
+        {"recall": 0.3, "needles": 0.6, "code": 0.05, "long": 0.05},
     )
     contexts = tuple(shortest * ratio for ratio in (1, 8, 32, 128))
     made = from_steps(contexts, mixtures, total_steps=total_steps, batch_tokens=batch_tokens or contexts[-1])

@@ -5,6 +5,8 @@ Shapes: B batch, T tokens, N tokens in all, D model width, V vocabulary, G group
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
@@ -36,7 +38,7 @@ def chunked_cross_entropy(
     chunk: int = 1024,
     groups: jax.Array | None = None,
     num_groups: int = 0,
-):
+) -> Any:
     """Sum of -log softmax(hidden @ head)[target] over valid tokens, in nats, without a [N,V] array in memory.
 
     Args:

@@ -93,6 +93,7 @@ class Pretraining:
         self._train_step = jax.jit(train_step, donate_argnums=0, out_shardings=shardings)
         self._eval_step = jax.jit(make_eval_step(self.model))
         self._events: EventLog | None = None
+        self._step = 0  # the one being done
         self.observation: Observation | None = None
         self.caretaker = Caretaker(
             config.safety,
@@ -441,7 +442,7 @@ def by_domain(corpus: Corpus) -> dict[str, list[Document]]:
 def own_rows(sharding: NamedSharding, shape: tuple[int, int]) -> tuple[int, int]:
     """(index, count) of this process among those that share the rows of a batch [B,T]; (0, 1) where its rows are no equal part."""
     rows = shape[0]
-    parts = [index[0] for index in sharding.addressable_devices_indices_map(shape).values()]
+    parts = [index[0] for index in sharding.addressable_devices_indices_map(shape).values() if index is not None]
     begin, end = min(part.start or 0 for part in parts), max(rows if part.stop is None else part.stop for part in parts)
     size = end - begin
     return (begin // size, rows // size) if rows % size == 0 and begin % size == 0 else (0, 1)

@@ -135,6 +135,7 @@ class PretrainConfig:
         last = min(self.total_steps, self.stop_after or self.total_steps)
         if self.profile and not self.resume and last < PROFILED_STEPS[0]:
             raise ValueError(f"--profile records from step {PROFILED_STEPS[0]} on, but the run ends at step {last}.")
+        self.safety.promotion(self.checkpoint_every)  # raises when no checkpoint could become known good
         _ = self.optimizer_config  # raises for a bad rate or decay now, not after the text is read
 
     @property

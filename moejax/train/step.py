@@ -6,6 +6,7 @@ Shapes: M micro-batches, B rows, T tokens, G = domains x position buckets. A bat
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -113,8 +114,8 @@ def make_train_step(
         )
         skipped = 1 - finite.astype(jnp.int32)
         updates_before = state.step - state.skipped
-        state = state.replace(
-            step=state.step + 1, params=params, opt_state=opt_state, router_state=router_state, skipped=state.skipped + skipped
+        state = dataclasses.replace(
+            state, step=state.step + 1, params=params, opt_state=opt_state, router_state=router_state, skipped=state.skipped + skipped
         )
         metrics = {"loss": loss, "tokens": count, "grad_norm": norm, "skipped": skipped, "updates": updates_before}
         if qk_clip is not None:

@@ -125,7 +125,7 @@ def test_a_run_leaves_its_records_pictures_and_a_summary(whole):
     names = {path.name for path in run.iterdir()}
     assert names == {
         *("config.json", "metrics.jsonl", "expert_load.jsonl", "heldout.jsonl", "summary.json", "summary.txt"),
-        *("loss.png", "expert_load.png", "checkpoint", "events.jsonl", "goodput.json", "tensorboard", "report.html"),
+        *("loss.png", "expert_load.png", "checkpoint", "events.jsonl", "events.jsonl.lock", "goodput.json", "tensorboard", "report.html"),
     }
     events = _lines(run / "events.jsonl")
     assert [(event["event"], event["step"]) for event in events] == [("checkpoint_saved", 4), ("checkpoint_saved", STEPS)]
@@ -293,7 +293,7 @@ def test_the_compile_is_announced_once_whatever_the_counter_hears(tmp_path):
     display = Display()
     phase = display.phase
     display.phase = lambda text: phases.append(text) or phase(text)  # pyright: ignore
-    ledger = types.SimpleNamespace(phase=lambda name: contextlib.nullcontext(), finish=lambda: None)
+    ledger = types.SimpleNamespace(phase=lambda name: contextlib.nullcontext(), begin=lambda: None, finish=lambda: None)
     care = types.SimpleNamespace(
         goodput=ledger,
         watchdog=types.SimpleNamespace(busy=lambda name, limit: contextlib.nullcontext()),

@@ -281,7 +281,7 @@ def test_windows_in_a_loop(cut):
     for i in range(3):
         single = jax.jit(row)([x[i] for x in split])
         rowwise = lambda out: (out[0], out[1][:5], out[1][7])
-        assert same(rowwise(jax.tree.map(lambda x: x[i], looped)), rowwise(single)) == 0
+        assert same(rowwise(jax.tree.map(lambda x, i=i: x[i], looped)), rowwise(single)) == 0
 
 
 def test_ten_layers_in_one_jit():

@@ -133,6 +133,12 @@ def test_a_failing_save_ends_the_run_at_the_next_step(tmp_path, monkeypatch):
     assert run.written[-1] in (5, 6, 7) and run.care.checkpoints.steps() == []
 
 
+def test_promotion_fits_the_life_of_a_checkpoint():
+    assert SafetyConfig().promotion(100) == 50 and SafetyConfig().promotion(4) == 8 and SafetyConfig(promote_after=7).promotion(4) == 7
+    with pytest.raises(ValueError, match="a checkpoint lives 8 steps"):
+        SafetyConfig(promote_after=9).promotion(4)
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
