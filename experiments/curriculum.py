@@ -161,8 +161,9 @@ class Training:
         stream = self.stream(self.curriculum.at(step).stage)
         check_fingerprint(saved["data_fingerprint"], stream.fingerprint())
         stream.restore(saved["data"])
-        for lines in (self.metrics, self.results, self.events):
-            lines.rewind(step)
+        self.metrics.rewind(step)
+        self.results.rewind(step)
+        self.events.rewind(step - 1)  # the switch at this step is made once more
         return state, stream, step
 
     def save(self, checkpoints: Checkpointer, step: int, state: Any, stream: DataStream) -> None:

@@ -21,6 +21,8 @@
 Shapes: B rows, T tokens, V vocabulary.
 """
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -172,3 +174,33 @@ def test_the_output_gate_has_no_bias(toy):
     shapes = jax.eval_shape(HybridLM(toy).init, jax.random.key(0), jnp.zeros((1, 1), jnp.int32))
     names = {path[-1].key for path, _ in jax.tree_util.tree_leaves_with_path(shapes["params"])}
     assert {name for name in names if "bias" in name} == {"dt_bias"}
+
+
+def test_the_step_clips_queries_and_keys(toy):
+    """Kimi K2's QK-Clip in the step: only the MLA's q_up and k_up differ from the unclipped step, by the heads' factors; of several
+    micro-batches the largest logit decides."""
+    from moejax.train.qk_clip import qk_clip
+
+    config = toy.replace(layers=1, pattern="M", dense_layers=1, residual="plain")
+    model, optimizer = HybridLM(config), optax.sgd(0.1)
+    state = jax.jit(lambda key: init_state(model, optimizer, key))(jax.random.key(0))
+    state = dataclasses.replace(state, params=jax.tree.map(lambda x: 3 * x, state.params))
+    batch = {"tokens": jax.random.randint(jax.random.key(2), (4, 16), 0, 64), "segment_ids": jnp.ones((4, 16), jnp.int32)}
+    split = {name: x.reshape(2, 2, 16) for name, x in batch.items()}
+    variables = {"params": state.params, "router_state": state.router_state}
+    _, written = model.apply(variables, batch["tokens"], batch["segment_ids"], mutable=["attention_stats"])
+    largest = max(float(x.max()) for x in jax.tree.leaves(written))
+    plain, _ = jax.jit(make_train_step(model, optimizer))(state, split)
+    clipped, metrics = jax.jit(make_train_step(model, optimizer, qk_clip=largest / 2))(state, split)
+    np.testing.assert_allclose(metrics["max_logit"], largest, rtol=1e-5)
+    expected = qk_clip(plain.params, written["attention_stats"], largest / 2)
+    changed = set()
+    for (path, a), b, c in zip(
+        jax.tree_util.tree_leaves_with_path(clipped.params), jax.tree.leaves(expected), jax.tree.leaves(plain.params), strict=True
+    ):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7)
+        if not np.array_equal(a, c):
+            changed.add(path[-1].key)
+    assert changed == {"q_up", "k_up"}
+    with pytest.raises(ValueError, match=r"qk_clip is 100\.0 for layers 'K'"):
+        make_train_step(HybridLM(toy.replace(layers=1, pattern="K")), optimizer, qk_clip=100.0)
