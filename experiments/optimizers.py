@@ -55,6 +55,8 @@ class Study:
         for name in ("steps", "seeds", "batch", "heldout_rows"):
             if getattr(self, name) < 1:
                 raise ValueError(f"--{name.replace('_', '-')} is {getattr(self, name)}; it must be at least 1.")
+        if self.heldout_rows < self.batch:
+            raise ValueError(f"--heldout-rows is {self.heldout_rows}; it must be at least --batch = {self.batch}.")
         for kind in self.kinds:
             for rate in self.learning_rates:
                 self.optimizer(kind, rate)  # raises for what is unknown

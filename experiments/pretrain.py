@@ -11,6 +11,7 @@ import os
 import pathlib
 import shlex
 import sys
+import traceback
 
 import jax
 import tyro
@@ -54,7 +55,9 @@ def main(arguments: list[str] | None = None) -> int:
     except (ValueError, FileNotFoundError, TimeoutError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    except (CheckpointError, ReplayMismatch) as error:
+    except (CheckpointError, ReplayMismatch, OSError, RuntimeError) as error:
+        if not isinstance(error, (CheckpointError, ReplayMismatch)):
+            traceback.print_exc()
         print(f"error: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:

@@ -7,6 +7,7 @@ saves is the position of the batch it was given, however far ahead the workers a
 from __future__ import annotations
 
 import queue
+import signal
 import threading
 from collections.abc import Callable, Iterator
 from multiprocessing import util
@@ -65,7 +66,7 @@ class Prefetcher:
         self._turn, self._last = 0, None
         self._threads = []
         for worker, ready in enumerate(self._queues):
-            share = iter(_Share(make, worker, workers).mp_prefetch(options))
+            share = iter(_Share(make, worker, workers).mp_prefetch(options, worker_init_fn=_ignore_signals))
             # The threads must not hold this object, or it would never be collected and its workers never stop.
             arguments = (share, ready, self._stop)
             self._threads.append(threading.Thread(target=_collect, args=arguments, daemon=True, name=f"moejax-prefetch-{worker}"))
@@ -93,6 +94,12 @@ class Prefetcher:
     def __del__(self):
         if hasattr(self, "_stop"):
             self._stop.set()
+
+
+def _ignore_signals(worker: int, workers: int) -> None:
+    """A terminal and a scheduler send their signals to the whole group; the run ends by itself and needs batches until then."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
 
 
 def _stop_all(stop: threading.Event, threads: list[threading.Thread]) -> None:

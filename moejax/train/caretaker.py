@@ -6,6 +6,7 @@ All decisions follow from values that every process has, so that all processes o
 from __future__ import annotations
 
 import dataclasses
+import json
 import pathlib
 import time
 from collections.abc import Callable
@@ -14,9 +15,10 @@ from typing import Any
 import jax
 import numpy as np
 
-from ..parallel.agreement import text_of_first
+from ..parallel.agreement import text_of_any, text_of_first
 from .alarms import MonitorConfig, Monitors
 from .checkpoint import Checkpointer
+from .checkpoint_files import write_json_durably
 from .events import Event
 from .goodput import Goodput, process_started, read_goodput
 from .loop import StepTimes
@@ -83,7 +85,7 @@ class SafetyConfig:
 class Caretaker:
     """The loop's `Caretaker` for a run in `folder`.
 
-    folder: of the checkpoints, which all processes see. scratch: this process's own, for goodput.json and stacks.txt.
+    folder: of the checkpoints, which all processes see; stacks-<process>.txt lies beside it. scratch: this process's own, for goodput.json.
     metadata: (step, data position) -> what a checkpoint holds beside the state and this object's own part. template: -> the state's shapes
     and shardings. write: takes each step's metrics, after they were judged. rewound: takes the step that a rollback returned to.
     events: where events go; on every process but the first a function that does nothing.
@@ -113,7 +115,9 @@ class Caretaker:
         self.checkpoints = Checkpointer(folder, keep=config.keep, record=events)
         self.goodput = Goodput(process_start=process_started())
         self._ledger = scratch / "goodput.json"
-        self.watchdog = Watchdog(scratch / "stacks.txt", self._events, floor_s=config.stall_seconds, abort=config.stall_abort)
+        stacks = folder.parent / f"stacks-{jax.process_index()}.txt"  # of each process, for any may be the one that hangs
+        self._course = folder / "rollback.json"
+        self.watchdog = Watchdog(stacks, self._events, floor_s=config.stall_seconds, abort=config.stall_abort)
         self.report: list[str] = []
         """Why the run could not go on, for a person."""
         self._reason, self._rollback_reason = "", ""
@@ -142,12 +146,14 @@ class Caretaker:
         for event in verdict.events:
             self._events(event)
         for event in self.recovery.stepped(step, self.monitors.healthy):
-            self.checkpoints.wait()  # counted from where the save began, which every process and every repetition of the run knows
-            self.checkpoints.promote(event["checkpoint"])
+            with self.watchdog.busy("waiting for a checkpoint", 3600.0):
+                self.checkpoints.wait()  # counted from where the save began, which every process and every repetition of the run knows
+                self.checkpoints.promote(event["checkpoint"])
         self._write(step, metrics, times)
         if verdict.action == "rollback":
             self._rollback_reason = verdict.reason
         elif verdict.action == "stop":
+            self._events({"event": "stopped", "step": step, "reason": verdict.reason})
             self._end(self.recovery.stopped(step, verdict.reason))
         return verdict.action
 
@@ -175,22 +181,36 @@ class Caretaker:
                 self.checkpoints.save(step, state, {**self._metadata(step, data), **self.own_metadata()})
                 self.goodput.saved(step)
                 self._count(step)
+                if jax.process_index() == 0:  # the checkpoint on its way knows it; if it fails, the run ends here
+                    self._course.unlink(missing_ok=True)
         self._saved_at, self._saved_step = time.monotonic(), step
 
     def own_metadata(self) -> dict[str, Any]:
         return {"monitors": self.monitors.state(), "recovery": self.recovery.state()}
 
+    def course(self, step: int) -> dict[str, Any] | None:
+        """What a rollback to the checkpoint of `step` left when nothing was saved since: {"position", "recovery"}, else None.
+
+        Without it a run that crashes soon after a rollback would read the skipped window again, and count its rollbacks from 0.
+        """
+        if not self._course.is_file():
+            return None
+        record = json.loads(self._course.read_text())
+        return record if record["step"] == step else None
+
     def resume(self, metadata: dict[str, Any]) -> None:
-        """Go on from the metadata of the checkpoint that was restored."""
+        """Go on from the metadata of the checkpoint that was restored. The data position is the caller's: see `course`."""
         step = self._saved_step = int(metadata["step"])
         self.monitors.restore(metadata["monitors"])
-        good = self.checkpoints.known_good()
-        self.recovery.restore(metadata["recovery"], on_disk=self.checkpoints.steps(), known_good=good)
+        # A later checkpoint is there when this one was taken because that one is damaged: it must not prove good.
+        good, on_disk = self.checkpoints.known_good(), [s for s in self.checkpoints.steps() if s <= step]
+        recovery = (self.course(step) or metadata)["recovery"]
+        self.recovery.restore(recovery, on_disk=on_disk, known_good=good if good in on_disk else None)
         if (ledger := read_goodput(self._ledger)) is not None:
             self.goodput.restore(ledger, step=step)
         self._events({"event": "restored", "step": step})
 
-    def roll_back(self) -> tuple[Any, int] | None:
+    def roll_back(self, data: Any) -> tuple[Any, int] | None:
         self.goodput.failed()
         with self.goodput.phase("restore"), self.watchdog.busy("rolling back", 3600.0):
             self.checkpoints.wait()
@@ -198,7 +218,7 @@ class Caretaker:
                 self.recovery,
                 self._step,
                 self._rollback_reason,
-                restore_snapshot=lambda step: self._snapshots().restore(self._template(), step=step),
+                restore_snapshot=self._from_snapshot,
                 restore_disk=lambda step: self.checkpoints.restore(self._template(), step=step),
                 discard=lambda step: None,  # all at once below
                 record=self._events,
@@ -210,31 +230,47 @@ class Caretaker:
             self.checkpoints.rewind(step)
             if self.snapshots is not None:
                 self.snapshots.rewind(step)
-            self._saved_step = -1
+            self._saved_step = step if step in self.checkpoints.steps() else -1
             for event in self.monitors.rolled_back(step, back.metadata["monitors"]):
                 self._events(event)
+            if jax.process_index() == 0:
+                write_json_durably(self._course, {"step": step, "position": data, "recovery": self.recovery.state()})
             self.goodput.rolled_back(step)
             self._rewound(step)
             return back.state, step
 
     def close(self) -> None:
         """Wait for the last checkpoint; its error is raised here at the latest."""
-        with self.goodput.phase("checkpoint"):
+        with self.goodput.phase("checkpoint"), self.watchdog.busy("saving a checkpoint", 3600.0):
             self.checkpoints.close()
         self.goodput.write(self._ledger)
 
-    def _snapshots(self) -> Snapshots:
-        if self.snapshots is None:
-            raise ValueError("this run takes no snapshots.")
-        return self.snapshots
+    def _from_snapshot(self, step: int) -> tuple[Any, dict[str, Any]]:
+        """Fails on all processes when it fails on one: they must go to the disk together."""
+        back, problem = None, ""
+        try:
+            back = None if self.snapshots is None else self.snapshots.restore(self._template(), step=step)
+        except Exception as error:
+            problem = f"{type(error).__name__}: {error}"
+        problem = text_of_any(problem or ("" if back is not None else "this run takes no snapshots"))
+        if back is None or problem:
+            raise RuntimeError(problem)
+        return back
+
+    def abandon(self) -> None:
+        """After an error: let a write that is under way end, without a word to the other processes, and keep the ledger."""
+        self.checkpoints.__exit__(RuntimeError)
+        self.goodput.write(self._ledger)
 
     def _end(self, stop: Stop) -> None:
         self.report = stop.report()
         self._reason = stop.reason
 
     def _late(self, step: int) -> bool:
-        minutes = self.config.checkpoint_minutes
+        minutes, promotion = self.config.checkpoint_minutes, self.config.promotion(self.save_every)
         if minutes is None or (jax.process_count() > 1 and step % MINUTES_EVERY):
+            return False
+        if step - self._saved_step < -(-promotion // self.config.keep):  # saved more often, none would live until it is known good
             return False
         return text_of_first("late" if time.monotonic() - self._saved_at > 60 * minutes else "") == "late"
 

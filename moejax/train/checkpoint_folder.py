@@ -63,6 +63,8 @@ class CheckpointFolder:
         passed_over = []
         for candidate in sorted(steps, reverse=True) if step is None else [step]:
             problem = agree(self.verify(candidate, share) or "")
+            if problem:  # found in another process's share, perhaps: every process knows it from here on
+                self._checked[candidate] = (files.signature(self.path / str(candidate)), problem)
             if not problem:
                 for line in passed_over:
                     warnings.warn(f"{line}; step {candidate} is used instead.", stacklevel=4)

@@ -78,8 +78,8 @@ class Caretaker(Protocol):
         """Save or copy the state after `step`, whose metrics were observed; data: the position after its batch."""
         ...
 
-    def roll_back(self) -> tuple[Any, int] | None:
-        """After "rollback": -> (state, step) to go on from, or None to end the run."""
+    def roll_back(self, data: Any) -> tuple[Any, int] | None:
+        """After "rollback": -> (state, step) to go on from with the data after `data`, or None to end the run."""
         ...
 
     @property
@@ -133,10 +133,11 @@ def run_loop(
                 behind.restart_clock()
         if verdict == "rollback":
             behind.drop()
-            back = caretaker.roll_back()
+            back = caretaker.roll_back(data)
             if back is None:
                 return LoopResult(state, step, data, caretaker.reason)
             state, step = back
+            reason = ""  # asked again after the next step: this one is on the disk already
             behind.restart_clock()
         elif verdict == "stop":
             reason = caretaker.reason

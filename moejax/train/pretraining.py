@@ -241,9 +241,10 @@ class Pretraining:
                 with display.phase("restoring the checkpoint"), care.goodput.phase("restore"):
                     state, metadata = self.restore()
                 first = int(metadata["step"])
-                self.stream.restore(metadata["data"]["position"])
-                self.tracker.rewind(first)
+                course = care.course(first)
+                self.stream.restore(metadata["data"]["position"] if course is None else course["position"])
                 care.resume(metadata)
+                self.tracker.rewind(first)
                 display.note(f"going on after step {first} of {self.config.total_steps}")
             else:
                 with display.phase("initialising the model"), care.goodput.phase("compile"):
@@ -264,9 +265,13 @@ class Pretraining:
                     score = self.score(state)
                 self.tracker.heldout.append({"step": 0, "bits_per_byte": score["model"]})
             stack.enter_context(care.watchdog)
-            result = self._train(state, first, request)
-            if not care.report:
-                care.save(result.step, result.state, result.data)
+            try:
+                result = self._train(state, first, request)
+                if not care.report:
+                    care.save(result.step, result.state, result.data)
+            except BaseException:
+                care.abandon()
+                raise
             care.close()
             with care.watchdog.busy("scoring and drawing", 7200.0):
                 return self._finish(result)
@@ -357,7 +362,7 @@ class Pretraining:
 
         def before_step(step: int) -> None:
             self._step = step
-            if self.config.profile and step == begin:
+            if self.config.profile and step == begin and not self._tracing:
                 jax.profiler.start_trace(str(self.folder / "profile"))
                 self._tracing = True
             elif step == end:

@@ -197,9 +197,8 @@ class Recovery:
         if self._history:
             first, last = min(e["to"] for e in self._history), max(e["step"] for e in self._history)
             advice.append(f"look at the batches of steps {first} to {last}; the same spike on other data is not the data's fault")
-        advice.append("resume from the known-good checkpoint" if self.known_good is not None else "start again; save and promote earlier")
-        if self.known_good is not None:
-            advice[-1] += f" of step {self.known_good} with the change"
+        good = self.known_good
+        advice.append(f"the checkpoint of step {good} is known good" if good is not None else "start again; save and promote earlier")
         return Stop(step, reason, tuple(self._history), tuple(advice))
 
 

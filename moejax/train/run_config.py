@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import json
 import os
 import pathlib
@@ -58,7 +59,7 @@ class PretrainConfig:
     """How documents become rows (moejax.data.packing). "concat_split" pads nothing and cuts documents at every row's end."""
     data_workers: int = 0
     """Processes that make batches ahead (grain). 0: batches are made between steps, which suits text in memory."""
-    optimizer: Literal["adamw", "muon"] = "adamw"
+    optimizer: Literal["adamw", "muon"] = "muon"
     """"muon": per-head Muon for the matrices, AdamW for the rest (K3)."""
     schedule: Literal["cosine", "wsd"] = "cosine"
     """Of the learning rate after the warm-up: down a cosine, or level and then down."""
@@ -119,6 +120,12 @@ class PretrainConfig:
             raise ValueError(f"--context is {self.context}; it must be at least 2: a token and its target.")
         if self.minutes is not None and not self.minutes > 0:
             raise ValueError(f"--minutes is {self.minutes}; it must be positive.")
+        if self.metrics_port is not None and not 0 <= self.metrics_port <= 65535:
+            raise ValueError(f"--metrics-port is {self.metrics_port}; it must lie in [0, 65535] (0: any free port).")
+        if self.data_workers and importlib.util.find_spec("grain") is None:
+            raise ValueError(
+                f"--data-workers is {self.data_workers}, and grain is not installed: pip install 'moejax[data]', or 0 workers."
+            )
         if self.data_workers < 0:
             raise ValueError(f"--data-workers is {self.data_workers}; it must not be negative.")
         if self.sample_bytes < 0 or self.temperature < 0:

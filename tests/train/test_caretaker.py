@@ -84,6 +84,31 @@ def test_updates_that_are_not_finite_roll_back_and_the_data_goes_on(tmp_path, sn
     assert int(result.state["step"]) == 40 and run.care.checkpoints.latest_step() == 40
 
 
+def test_a_crash_right_after_a_rollback_does_not_read_the_skipped_window_again(tmp_path):
+    """Back at 5 from the failure at 13, and killed before the next save: the run goes on after batch 13, with one rollback counted."""
+    run = Run(tmp_path, bad=range(10, 13))
+    keep = run.care.roll_back
+
+    def crash(data):
+        keep(data)
+        raise KeyboardInterrupt
+
+    run.care.roll_back = crash
+    with pytest.raises(KeyboardInterrupt):
+        run.train(0, 40)
+    run.care.abandon()
+    again = Run(tmp_path, bad=range(10, 13))
+    state, metadata = again.care.checkpoints.restore(jax.eval_shape(lambda: run.state))
+    course = again.care.course(metadata["step"])
+    assert metadata["step"] == metadata["data"] and course["position"] == 14
+    first = metadata["step"]
+    again.state = state
+    again.care.resume(metadata)
+    assert again.care.recovery.rollbacks == 1
+    result = again.train(first, first + 7, data=course["position"])
+    assert float(result.state["w"][0]) == sum(range(first)) + sum(range(14, 21)) and again.care.course(first + 7) is None
+
+
 def test_without_a_known_good_checkpoint_the_run_ends_with_a_report_and_saves_nothing_bad(tmp_path):
     run = Run(tmp_path, bad=range(6, 99))
     result = run.train(0, 40)

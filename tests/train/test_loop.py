@@ -33,7 +33,7 @@ class Care:
     def keep(self, step, state, data):
         self.saves.append((step, len(state), data, len(self.seen)))
 
-    def roll_back(self):
+    def roll_back(self, data):
         return self.back
 
 
