@@ -26,7 +26,7 @@ class Memory:
     optimizer: int
     """Moments in float32 and counters."""
     state: int
-    """The rest of a train state: selection biases, strengths of the rule, counters."""
+    """The rest of a train state: selection biases, strengths of the rule, counters, the random key."""
     batch: int
     """Tokens and segment ids."""
     gradients: int
@@ -63,7 +63,7 @@ def memory(config: ModelConfig, mesh: MeshConfig, step: Step, optimizer: str) ->
     return Memory(
         parameters=held,
         optimizer=moments + 2 * 4 if trains else 0,  # two int32 counts: of Adam and of the schedule
-        state=config.moe_layers * config.moe.experts * 4 + (2 * 4 + 7 * 4 if trains else 0),
+        state=config.moe_layers * config.moe.experts * 4 + (2 * 4 + 7 * 4 + 2 * 4 if trains else 0),
         batch=2 * B * T * 4,
         gradients=held if trains else 0,  # in the parameters' dtype: the update widens them as it reads them
         activations=_activations(config, mesh, chunk, known, trains),
