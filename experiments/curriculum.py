@@ -36,6 +36,7 @@ from moejax.parallel.mesh import MeshConfig
 from moejax.planning import Plan, Step, Topology, plan
 from moejax.train import OptimizerConfig, adamw, init_state, make_eval_step, make_train_step
 from moejax.train.checkpoint import Checkpointer
+from moejax.train.checkpoint_write import CheckpointError
 from moejax.train.compile_ahead import CompileAhead, abstract
 from moejax.train.curriculum import Curriculum, Stage, demo, from_steps, k3
 from moejax.train.display import Display
@@ -348,7 +349,7 @@ def run_folder(config: CurriculumRun) -> pathlib.Path:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the command line; -> the exit status: 0, 1 when a plan does not fit, 2 for bad input."""
+    """Run the command line; -> the exit status: 0, 1 when a plan does not fit or a checkpoint cannot be written, 2 for bad input."""
     display = Display(width=None if sys.stdout.isatty() else 150)
     try:
         config = tyro.cli(CurriculumRun, args=arguments, prog="python -m experiments.curriculum", description=__doc__)
@@ -366,6 +367,9 @@ def main(arguments: list[str] | None = None) -> int:
     except (ValueError, FileNotFoundError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except (CheckpointError, OSError) as error:  # a full disk: the checkpoints before it are whole
+        print(f"error: {error}", file=sys.stderr)
+        return 1
     return 0
 
 
