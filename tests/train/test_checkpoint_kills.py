@@ -36,8 +36,11 @@ def before(real, condition):
 
 def in_the_write(folder, step):
     tmp = pathlib.Path(folder) / f"{step}.orbax-checkpoint-tmp"
-    while not any(path.is_file() for path in tmp.glob("state/**/d/*")):
-        time.sleep(0.0005)
+    try:
+        while not any(path.is_file() for path in tmp.glob("state/**/d/*")):
+            time.sleep(0.0005)
+    except FileNotFoundError:
+        pass  # a folder was renamed while it was looked through: the write is on
     die()
 
 def arm(moment, folder, at, now):
