@@ -191,7 +191,8 @@ def from_blocks(x, length):
     return x.reshape(batch, count * rows, -1, width)[:, :length]
 
 
-def _segment_blocks(segment_ids, count, rows):
+def segment_blocks(segment_ids, count, rows):
+    """[B,T] -> [count,B,rows], 0 at the end; None of None."""
     if segment_ids is None:
         return None
     padded = jnp.pad(segment_ids, ((0, 0), (0, count * rows - segment_ids.shape[1])))
@@ -258,8 +259,8 @@ def _arrange(q, k, v, segment_ids, layout):
     heads = k.shape[2]
     qs = to_blocks(q, layout.queries, layout.query, (heads, q.shape[2] // heads))
     ks, vs = (to_blocks(x, layout.keys, layout.key, (heads,)) for x in (k, v))
-    query_segments = _segment_blocks(segment_ids, layout.queries, layout.query)
-    key_segments = _segment_blocks(segment_ids, layout.keys, layout.key)
+    query_segments = segment_blocks(segment_ids, layout.queries, layout.query)
+    key_segments = segment_blocks(segment_ids, layout.keys, layout.key)
     return qs, ks, vs, query_segments, key_segments
 
 

@@ -18,7 +18,7 @@ from jax import lax
 
 from ..kernels.common import accumulation_dtype, require_float, require_rank
 from ..kernels.varying import match_varying
-from .attention import check_block, check_segment_ids, default_block, document_bounds, split_rows, take_block, to_blocks
+from .attention import check_block, check_segment_ids, default_block, document_bounds, segment_blocks, split_rows, take_block, to_blocks
 from .mla import MLAWeights, mla_project
 
 
@@ -135,7 +135,8 @@ def _walk(q, key_block: Callable[[Any], jax.Array], read, query_ids, key_ids, fi
     it at the end, where rows may lie on many devices."""
     B, _, H, _ = q.shape
     qs = to_blocks(q, layout.queries, layout.query, (layout.key_heads, H // layout.key_heads))
-    query_segments, key_segments = _blocks(query_ids, layout.queries, layout.query), _blocks(key_ids, layout.keys, layout.key)
+    query_segments = segment_blocks(query_ids, layout.queries, layout.query)
+    key_segments = segment_blocks(key_ids, layout.keys, layout.key)
     last = jnp.full((layout.keys,), layout.queries, jnp.int32)
     if query_segments is not None:
         last = document_bounds(query_segments, key_segments).last_query
@@ -156,14 +157,6 @@ def _walk(q, key_block: Callable[[Any], jax.Array], read, query_ids, key_ids, fi
     top = match_varying(top, q, first_query, *read, *(() if query_ids is None else (query_ids, key_ids)))
     top, _ = lax.scan(over_keys, top, jnp.arange(layout.keys, dtype=jnp.int32))
     return top.max(0).reshape(H)
-
-
-def _blocks(segment_ids, count: int, rows: int):
-    """[B,T] -> [count,B,rows], 0 at the end."""
-    if segment_ids is None:
-        return None
-    padded = jnp.pad(segment_ids, ((0, 0), (0, count * rows - segment_ids.shape[1])))
-    return jnp.moveaxis(padded.reshape(-1, count, rows), 1, 0)
 
 
 def _seen(i, j, query_segments, key_segments, first_query, layout: _Layout):

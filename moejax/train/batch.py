@@ -11,6 +11,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from ..ops.rotary import positions_from_segments
 from .loss import next_token_targets
 
 Batch = dict[str, jax.Array]
@@ -64,15 +65,8 @@ def read_targets(batch: Mapping[str, jax.Array], domains: int) -> Targets:
     if not domains:
         return Targets(targets, valid, None)
     positions = batch.get("positions")
-    positions = _positions(segment_ids) if positions is None else positions
+    positions = positions_from_segments(segment_ids) if positions is None else positions
     # The highest bit: exact for every int32, unlike a rounded logarithm.
     bucket = 31 - jax.lax.clz(jnp.maximum(positions, 1).astype(jnp.int32))
     domain = jnp.zeros_like(tokens) if "domains" not in batch else jnp.clip(batch["domains"].astype(jnp.int32), 0, domains - 1)
     return Targets(targets, valid, domain * POSITION_BUCKETS + jnp.minimum(bucket, POSITION_BUCKETS - 1))
-
-
-def _positions(segment_ids: jax.Array) -> jax.Array:
-    """Of each token in its segment, from 0."""
-    here = jnp.arange(segment_ids.shape[1], dtype=jnp.int32)
-    first = jnp.pad(segment_ids[:, 1:] != segment_ids[:, :-1], ((0, 0), (1, 0)), constant_values=True)
-    return here - jax.lax.cummax(jnp.where(first, here, 0), axis=1)

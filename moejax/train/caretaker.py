@@ -137,8 +137,10 @@ class Caretaker:
 
     def observe(self, step: int, metrics: dict[str, np.ndarray], times: StepTimes) -> str:
         self._step = step
+        stalled = self.watchdog.stalled_s
         self.watchdog.step_done(step)
-        self.goodput.step(step, data_wait=times.data_wait, skipped=bool(metrics["skipped"]))
+        stalled = self.watchdog.stalled_s - stalled
+        self.goodput.step(step, data_wait=times.data_wait, stall=stalled, skipped=bool(metrics["skipped"]))
         if step % GOODPUT_EVERY == 0:
             self.goodput.write(self._ledger)
         wall = {"wall": {"seconds": times.seconds, "data_wait": times.data_wait}}
@@ -259,7 +261,7 @@ class Caretaker:
 
     def abandon(self) -> None:
         """After an error: let a write that is under way end, without a word to the other processes, and keep the ledger."""
-        self.checkpoints.__exit__(RuntimeError)
+        self.checkpoints.join()
         self.goodput.write(self._ledger)
 
     def _end(self, stop: Stop) -> None:

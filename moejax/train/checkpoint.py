@@ -74,8 +74,8 @@ class Checkpointer:
     def __exit__(self, kind: type | None, *_: Any) -> None:
         if kind is None:
             self.close()
-        elif self._write is not None:
-            self._write.join()  # no agreement: the other processes may be anywhere
+        else:
+            self.join()
 
     # Saving
 
@@ -136,6 +136,11 @@ class Checkpointer:
     def busy(self) -> bool:
         """Whether a write goes on in the background."""
         return self._write is not None and self._write.running
+
+    def join(self) -> None:
+        """Back when the write has ended, well or not. It acts alone: after an error the other processes may be anywhere."""
+        if self._write is not None:
+            self._write.join()
 
     def wait(self) -> None:
         """Back when the last step counts, on all processes. Raises CheckpointError when it does not."""

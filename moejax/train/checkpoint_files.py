@@ -14,6 +14,8 @@ import zlib
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from ..data.atomic import sync_folder
+
 FILES = "files.json"
 VERSION = 2
 PIECE = 32 << 20  # bytes that have a checksum of their own
@@ -31,15 +33,6 @@ def write_json_durably(path: pathlib.Path, value: Any) -> None:
         os.fsync(file.fileno())
     part.replace(path)
     sync_folder(path.parent)
-
-
-def sync_folder(folder: pathlib.Path) -> None:
-    """Make the names in `folder` durable."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def write_share(folder: pathlib.Path, index: int) -> None:

@@ -139,7 +139,8 @@ def plain(value: Any) -> Any:
         return array.tolist()
     if array.dtype.kind == "O" or array.dtype.kind in "SU":
         raise ValueError(f"{value!r} ({type(value).__name__}) cannot be written as JSON; give numbers, texts, lists or dicts of them.")
-    return plain(array.astype(np.float64).tolist())
+    array = array.astype(np.float64)
+    return array.tolist() if np.isfinite(array).all() else plain(array.tolist())
 
 
 def _whole_bytes(data: bytes) -> int:

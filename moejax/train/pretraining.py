@@ -159,27 +159,30 @@ class Pretraining:
     def _state_shapes(self) -> Any:
         return jax.eval_shape(lambda key: init_state(self.model, self.optimizer, key), jax.random.key(self.config.seed))
 
-    def _place(self, batch: dict[str, np.ndarray]) -> dict[str, Any]:
-        """A whole batch: on a mesh every device gets its rows and its part of the time axis."""
+    def _place(self, batch: dict[str, np.ndarray], process: tuple[int, int] = (0, 1)) -> dict[str, Any]:
+        """On a mesh every device gets its rows and its part of the time axis. process: whose rows `batch` holds, as in `DataStream`."""
         if self.mesh is None:
             return batch
         sharding = batch_sharding(self.mesh, micro_batches=batch["tokens"].ndim == 3)
-        return {name: jax.make_array_from_callback(x.shape, sharding, lambda index, x=x: x[index]) for name, x in batch.items()}
+        index, count = process
+
+        def global_array(x: np.ndarray) -> jax.Array:
+            shape = (len(x) * count, *x.shape[1:])
+
+            def part(where):
+                begin, end, _ = where[0].indices(shape[0])
+                return x[(slice(begin - index * len(x), end - index * len(x)), *where[1:])]
+
+            return jax.make_array_from_callback(shape, sharding, part)
+
+        return {name: global_array(x) for name, x in batch.items()}
 
     def _ready(self, made: tuple[dict[str, np.ndarray], dict]) -> tuple[dict[str, Any], dict]:
         """What the stream gave -> (the batch [B,T], or [M,B,T] with micro-batches, placed on the mesh; the position after it)."""
         (batch, position), c = made, self.config
         if c.micro_batches > 1:
             return self._place({name: x.reshape(c.micro_batches, c.batch, c.context) for name, x in batch.items()}), position
-        if self.mesh is None or self.stream.process[1] == 1:
-            return self._place(batch), position
-        sharding, whole = batch_sharding(self.mesh), (c.batch, c.context)
-        first = self.stream.process[0] * (c.batch // self.stream.process[1])
-
-        def part(x: np.ndarray):
-            return lambda index: x[(slice((index[0].start or 0) - first, (index[0].stop or c.batch) - first), *index[1:])]
-
-        return {name: jax.make_array_from_callback(whole, sharding, part(x)) for name, x in batch.items()}, position
+        return self._place(batch, self.stream.process), position
 
     def heldout_batches(self) -> list[dict[str, np.ndarray]]:
         """Held-out rows in batches [B,T], the same for every seed; rows past the end of the text are padding."""

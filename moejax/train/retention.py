@@ -7,7 +7,8 @@ import pathlib
 import shutil
 from collections.abc import Collection, Mapping
 
-from .checkpoint_files import sync_folder, write_json_durably
+from ..data.atomic import sync_folder
+from .checkpoint_files import write_json_durably
 
 KNOWN_GOOD = "known_good.json"
 DELETED = "deleted-"  # a folder on its way out; what is left of one is removed at the next save

@@ -15,7 +15,8 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
-POSITION_BUCKETS = 21  # bucket b holds positions [2^b, 2^(b+1)), bucket 0 also position 0: up to 2M tokens
+from .batch import POSITION_BUCKETS
+
 MOST_DOMAINS = 16  # with series of their own; the rest of a mixture is summed as "other"
 LOAD_QUANTILES = (0.0, 0.01, 0.5, 0.99, 1.0)
 GROUPS = ("loss_groups", "token_groups")

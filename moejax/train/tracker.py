@@ -12,6 +12,8 @@ import jax
 import jax.monitoring
 import numpy as np
 
+from .events import plain
+
 COMPILED = "/jax/core/compile/backend_compile_duration"
 CACHE_HIT = "/jax/compilation_cache/cache_hits"
 LOAD_SNAPSHOTS = 64  # of [L,E] counts a run: enough for a picture, 0.5 MB each at 92 layers of 896 experts as text
@@ -60,8 +62,8 @@ class Tracker:
 
     def log(self, step: int, metrics: dict[str, Any], wall: dict[str, float]) -> dict[str, Any]:
         """Write the host metrics of `step` (numbers and arrays [L]; expert_load [L,E] goes to its own file)."""
-        plain = {name: plain_value(value) for name, value in metrics.items() if name != "expert_load"}
-        record = {"step": step, **plain, "wall": wall}
+        values = {name: plain(value) for name, value in metrics.items() if name != "expert_load"}
+        record = {"step": step, **values, "wall": wall}
         if "expert_load" in metrics and (step == 1 or step % self._load_every == 0):
             self.load.append({"step": step, "load": np.asarray(metrics["expert_load"]).tolist()})
         self.metrics.append(record)
@@ -71,17 +73,6 @@ class Tracker:
         """Make the records those of a run that has just done `step` steps."""
         for lines in (self.metrics, self.load, self.heldout):
             lines.rewind(step)
-
-
-def plain_value(value: Any) -> Any:
-    """An array or scalar as JSON writes it. NaN and infinities become text: JSON has no word for them."""
-    array = np.asarray(value)
-    if array.dtype.kind in "iub":
-        return array.tolist()
-    array = array.astype(np.float64)
-    if np.isfinite(array).all():
-        return array.tolist()
-    return np.where(np.isfinite(array), array.astype(object), array.astype(str)).tolist()
 
 
 class CompileCounter:

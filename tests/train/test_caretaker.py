@@ -12,6 +12,7 @@ from moejax.train.alarms import MonitorConfig
 from moejax.train.caretaker import Caretaker, SafetyConfig
 from moejax.train.checkpoint_write import CheckpointError
 from moejax.train.events import EventLog
+from moejax.train.goodput import read_goodput
 from moejax.train.loop import StopRequest, run_loop
 
 MONITORS = MonitorConfig(window=8, window_min=4, skipped_limit=3)
@@ -65,8 +66,10 @@ def test_a_quiet_run_saves_and_promotes_and_says_little(tmp_path):
     assert {event["event"] for event in run.events()} == {"checkpoint_saved", "promoted"}
     assert [event["step"] for event in run.events("checkpoint_saved")] == [5, 10, 15, 20, 23]
     assert run.care.checkpoints.known_good() == 15 and set(run.care.checkpoints.steps()) == {15, 20, 23}
-    figures = json.loads((tmp_path / "goodput.json").read_text())
-    assert figures
+    figures = run.care.goodput.figures()
+    assert figures["steps"] == 23 and figures["lost_steps"] == 0 and 0 < figures["goodput"] <= 1
+    assert sum(figures["seconds"].values()) <= figures["wall"] * (1 + 1e-6)
+    assert read_goodput(tmp_path / "goodput.json") is not None
 
 
 @pytest.mark.parametrize("snapshot_every", [None, 2])

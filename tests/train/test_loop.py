@@ -6,8 +6,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from moejax.train.events import plain
 from moejax.train.loop import StopRequest, run_loop, stop_on_signals
-from moejax.train.tracker import CompileCounter, JsonLines, Tracker, plain_value
+from moejax.train.tracker import CompileCounter, JsonLines, Tracker
 
 
 class Care:
@@ -154,7 +155,7 @@ def test_tracker_writes_numbers_and_at_most_64_load_snapshots(tmp_path):
     for step in range(1, 129):
         most.log(step, {"expert_load": np.zeros((1, 2))}, {})
     assert 30 <= len(most.load.read()) <= 64  # step 1 counts too
-    assert plain_value(np.array([1.0, np.inf])) == [1.0, "inf"]
+    assert plain(np.array([1.0, np.inf])) == [1.0, "inf"]
 
 
 def test_compile_counter_counts_its_function_only():
