@@ -24,7 +24,7 @@ from moejax.ops.attention_gpu import AttentionFacts, attention_implementation, g
 LEAST_BLOCK, MOST_BLOCK = 128, 512
 
 
-class _Layout(NamedTuple):
+class Layout(NamedTuple):
     """What is static: `query` and `key` rows a block, their counts, the real lengths and the mask's shape."""
 
     query: int
@@ -40,6 +40,13 @@ class _Layout(NamedTuple):
     def offset(self) -> int:
         """Query t stands at key position t + offset: the last query sees the last key."""
         return self.key_length - self.query_length
+
+
+def layout_of(T: int, S: int, scale: float, block: int | None, *, causal: bool = True) -> Layout:
+    """T queries and S keys in blocks of at most `block` rows; None: see default_block."""
+    block = default_block(max(T, S)) if block is None else block
+    (queries, query), (keys, key) = split_rows(T, block), split_rows(S, block)
+    return Layout(query, key, queries, keys, T, S, causal, float(scale))
 
 
 class _Bounds(NamedTuple):
@@ -80,9 +87,7 @@ def attention(q, k, v, *, scale=None, segment_ids=None, causal=True, block=None,
     if segment_ids is not None:
         real = (segment_ids > 0)[:, :, None, None]
         q, k, v = (jnp.where(real, x, 0) for x in (q, k, v))
-    block = default_block(max(T, S)) if block is None else block
-    (queries, query), (keys, key) = split_rows(T, block), split_rows(S, block)
-    layout = _Layout(query, key, queries, keys, T, S, causal, float(scale))
+    layout = layout_of(T, S, scale, block, causal=causal)
     arrays = tuple(x for x in (q, k, v, segment_ids) if x is not None)
     q, k, v = (match_varying(x, *arrays) for x in (q, k, v))
     out: Any = _run(q, k, v, segment_ids, layout, implementation)

@@ -10,7 +10,7 @@ neither [T,S] nor, from latents, the keys of a whole row exist.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,7 @@ from jax import lax
 
 from ..kernels.common import accumulation_dtype, require_float, require_rank
 from ..kernels.varying import match_varying
-from .attention import check_block, check_segment_ids, default_block, document_bounds, segment_blocks, split_rows, take_block, to_blocks
+from .attention import Layout, check_block, check_segment_ids, document_bounds, layout_of, segment_blocks, take_block, to_blocks
 from .mla import MLAWeights, mla_project
 
 
@@ -52,9 +52,9 @@ def max_logits(q, k, *, scale=None, segment_ids=None, block=None) -> jax.Array:
     if segment_ids is not None:
         real = (segment_ids > 0)[:, :, None, None]
         q, k = jnp.where(real, q, 0), jnp.where(real, k, 0)
-    layout = _layout(q.shape[1], k.shape[1], q.shape[-1] ** -0.5 if scale is None else scale, block, k.shape[2])
+    layout = layout_of(q.shape[1], k.shape[1], q.shape[-1] ** -0.5 if scale is None else scale, block)
     ks = to_blocks(k, layout.keys, layout.key, (k.shape[2],))
-    return _walk(q, lambda j: take_block(ks, j), (k,), segment_ids, segment_ids, 0, layout)
+    return _walk(q, lambda j: take_block(ks, j), (k,), segment_ids, segment_ids, 0, layout, k.shape[2])
 
 
 def latent_max_logits(
@@ -84,8 +84,7 @@ def latent_max_logits(
         q = jnp.where((segment_ids > 0)[:, :, None, None], q, 0)
         real = (key_segment_ids > 0)[:, :, None]
         latent, shared_key = jnp.where(real, latent, 0), jnp.where(real, shared_key, 0)
-    heads = q.shape[2]
-    layout = _layout(q.shape[1], latent.shape[1], q.shape[-1] ** -0.5 if scale is None else scale, block, heads)
+    layout = layout_of(q.shape[1], latent.shape[1], q.shape[-1] ** -0.5 if scale is None else scale, block)
     joint = to_blocks(jnp.concatenate([latent, shared_key], -1)[:, :, None], layout.keys, layout.key, (1,))
     k_up, width = k_up.astype(latent.dtype), latent.shape[-1]
 
@@ -95,7 +94,7 @@ def latent_max_logits(
         shared = jnp.broadcast_to(rows[:, None, :, width:], (*own.shape[:3], rows.shape[-1] - width))
         return jnp.concatenate([own, shared], -1)
 
-    return _walk(q, keys, (joint, k_up), segment_ids, key_segment_ids, first_query, layout)
+    return _walk(q, keys, (joint, k_up), segment_ids, key_segment_ids, first_query, layout, q.shape[2])
 
 
 def mla_max_logits(x, weights: MLAWeights, *, segment_ids=None, scale=None, **rotary) -> jax.Array:
@@ -111,30 +110,11 @@ def mla_max_logits(x, weights: MLAWeights, *, segment_ids=None, scale=None, **ro
     return latent_max_logits(q, latent, shared_key, weights.k_up, scale=scale, segment_ids=segment_ids)
 
 
-class _Layout(NamedTuple):
-    """`query` and `key` rows a block, their counts, the real lengths, the scale, key heads."""
-
-    query: int
-    key: int
-    queries: int
-    keys: int
-    query_length: int
-    key_length: int
-    scale: float
-    key_heads: int
-
-
-def _layout(T: int, S: int, scale: float, block: int | None, key_heads: int) -> _Layout:
-    block = default_block(max(T, S)) if block is None else block
-    (queries, query), (keys, key) = split_rows(T, block), split_rows(S, block)
-    return _Layout(query, key, queries, keys, T, S, scale, key_heads)
-
-
-def _walk(q, key_block: Callable[[Any], jax.Array], read, query_ids, key_ids, first_query, layout: _Layout) -> jax.Array:
+def _walk(q, key_block: Callable[[Any], jax.Array], read, query_ids, key_ids, first_query, layout: Layout, key_heads: int) -> jax.Array:
     """key_block(j) -> [B,J,rows,K], made of the arrays `read`. Maxima are kept for each row of the batch: one reduction over
     it at the end, where rows may lie on many devices."""
     B, _, H, _ = q.shape
-    qs = to_blocks(q, layout.queries, layout.query, (layout.key_heads, H // layout.key_heads))
+    qs = to_blocks(q, layout.queries, layout.query, (key_heads, H // key_heads))
     query_segments = segment_blocks(query_ids, layout.queries, layout.query)
     key_segments = segment_blocks(key_ids, layout.keys, layout.key)
     last = jnp.full((layout.keys,), layout.queries, jnp.int32)
@@ -153,13 +133,13 @@ def _walk(q, key_block: Callable[[Any], jax.Array], read, query_ids, key_ids, fi
         start = jnp.clip((j * layout.key - first_query) // layout.query, 0, layout.queries)
         return lax.fori_loop(start, last[j], over_queries, top), None
 
-    top = jnp.full((B, layout.key_heads, H // layout.key_heads), -jnp.inf, accumulation_dtype(q))
+    top = jnp.full((B, key_heads, H // key_heads), -jnp.inf, accumulation_dtype(q))
     top = match_varying(top, q, first_query, *read, *(() if query_ids is None else (query_ids, key_ids)))
     top, _ = lax.scan(over_keys, top, jnp.arange(layout.keys, dtype=jnp.int32))
     return top.max(0).reshape(H)
 
 
-def _seen(i, j, query_segments, key_segments, first_query, layout: _Layout):
+def _seen(i, j, query_segments, key_segments, first_query, layout: Layout):
     """True where block i of the queries sees block j of the keys: [rows,rows] or [B,1,1,rows,rows]. Rows that only fill a
     block see nothing: their logits are 0, which may be more than any real one."""
     own = (i * layout.query + jnp.arange(layout.query))[:, None]

@@ -7,7 +7,7 @@ import pytest
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from moejax.ops.attention import _bounds, _Layout, _segment_blocks, attention, default_block
+from moejax.ops.attention import Layout, _bounds, attention, default_block, segment_blocks
 
 
 def plain(q, k, v, segment_ids=None, causal=True):
@@ -196,9 +196,9 @@ def test_memory_grows_linearly():
 
 def test_packed_rows_skip_blocks_of_other_documents():
     """The loop bounds leave out what lies before a block's documents: cost follows the documents, not the row."""
-    layout = _Layout(16, 16, 8, 8, 128, 128, True, 1.0)
+    layout = Layout(16, 16, 8, 8, 128, 128, True, 1.0)
     ids = jnp.asarray(np.repeat([1, 2, 3, 4], 32)[None], jnp.int32)
-    blocks = _segment_blocks(ids, 8, 16)
+    blocks = segment_blocks(ids, 8, 16)
     bounds = _bounds(blocks, blocks, layout)
     np.testing.assert_array_equal(bounds.first_key, [0, 0, 2, 2, 4, 4, 6, 6])
     np.testing.assert_array_equal(bounds.last_query, [2, 2, 4, 4, 6, 6, 8, 8])
