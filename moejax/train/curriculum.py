@@ -302,9 +302,6 @@ def demo(*, shortest: int = 64, total_steps: int = 320, batch_tokens: int | None
     return Curriculum(tuple(dataclasses.replace(s, min_doc_tokens=least) if "long" in s.mixture else s for s in made.stages))
 
 
-PRESETS = {"k3": k3, "demo": demo}
-
-
 def _positive_integer(what: str, value: Any) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ValueError(f"{what} is {value!r}; it must be an integer of at least 1.")
