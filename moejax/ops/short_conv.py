@@ -49,6 +49,21 @@ def short_conv(
     return run_keeping_inputs(name, _kernels, _plain, (x, weight, history, segment_ids))
 
 
+def short_conv_step(x: Array, weight: Array, history: Array, *, active: Array | None = None) -> tuple[Array, Array]:
+    """One token of `short_conv` for every row.
+
+    x [B,C], weight [W,C], history [B,W-1,C]; active: [B] bool or None (all). Returns (y [B,C] in x.dtype, the history with x behind it);
+    an inactive row gives 0 and keeps its history, and its x is not read.
+    """
+    check_short_conv(x[:, None], weight, history, None)
+    inputs = jnp.concatenate([history.astype(x.dtype), x[:, None]], axis=1)
+    y = _silu_of_taps([inputs[:, tap] for tap in range(weight.shape[0])], weight).astype(x.dtype)
+    moved = inputs[:, 1:].astype(history.dtype)
+    if active is None:
+        return y, moved
+    return jnp.where(active[:, None], y, 0), jnp.where(active[:, None, None], moved, history)
+
+
 def _refused(x: Array, weight: Array) -> str | None:
     """Why the kernel does not take these operands, or None."""
     if jnp.float64 in (x.dtype, weight.dtype):

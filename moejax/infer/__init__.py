@@ -1,0 +1,32 @@
+"""Inference: one HybridCache for all layers, prefill in chunks, decoding steps, sampling, generation."""
+
+from .cache import CacheBytes, HybridCache, LatentCache, cache_bytes, check_cut, clear_rows, init_cache, put_rows, take_rows
+from .decode import decode_step
+from .generate import Generated, generate
+from .prefill import Step, prefill, prefill_chunk
+from .sampling import Drawn, Sampling, make_sampling, sample
+from .weights import Weights, prepare
+
+__all__ = [
+    "CacheBytes",
+    "Drawn",
+    "Generated",
+    "HybridCache",
+    "LatentCache",
+    "Sampling",
+    "Step",
+    "Weights",
+    "cache_bytes",
+    "check_cut",
+    "clear_rows",
+    "decode_step",
+    "generate",
+    "init_cache",
+    "make_sampling",
+    "prefill",
+    "prefill_chunk",
+    "prepare",
+    "put_rows",
+    "sample",
+    "take_rows",
+]

@@ -1,0 +1,178 @@
+"""The cache of a hybrid model: a state of constant size for each KDA layer, a latent a token for each MLA layer.
+
+Shapes: B rows (slots), S capacity in tokens, W taps of the convolution, H query/key heads, G value heads, K and V channels of a key
+and a value head, C latent width, R width of the shared key. Source: Kimi K3 report section 2.1; sizes in section 8 of the specification:
+576 numbers a token and MLA layer, K x V numbers a head and KDA layer whatever the length.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+
+from ..config import ModelConfig
+from ..modules.model import compute_dtype
+from ..ops.kda_layer import KDAState
+
+STATE_DTYPES = ("float32", "bfloat16", "float64")
+
+
+class LatentCache(NamedTuple):
+    """What an MLA layer keeps of the tokens seen, in the compute dtype. Entries at or after a row's length are never read."""
+
+    latent: jax.Array  # [B,S,C] after its norm
+    shared_key: jax.Array  # [B,S,R]
+
+
+class HybridCache(NamedTuple):
+    """The cache of all layers, first to last: a pytree of arrays whose first axis is the row."""
+
+    layers: tuple[KDAState | LatentCache, ...]
+    lengths: jax.Array
+    """[B] int32 tokens seen."""
+
+    @property
+    def rows(self) -> int:
+        return self.lengths.shape[0]
+
+    @property
+    def capacity(self) -> int | None:
+        """Tokens a row can hold; None: no layer keeps any, so there is no limit."""
+        return next((layer.latent.shape[1] for layer in self.layers if isinstance(layer, LatentCache)), None)
+
+
+class CacheBytes(NamedTuple):
+    """Bytes of a cache by part."""
+
+    recurrent: int
+    convolution: int
+    latent: int
+
+    @property
+    def total(self) -> int:
+        return sum(self)
+
+
+def init_cache(
+    config: ModelConfig, rows: int, capacity: int, *, dtype: str | jnp.dtype | None = None, state_dtype: str = "float32"
+) -> HybridCache:
+    """An empty cache of `rows` sequences of at most `capacity` tokens.
+
+    dtype: of latents and convolution histories; None: the compute dtype of the configuration on this backend.
+    state_dtype: storage of the KDA states, "float32", "bfloat16" (half the bytes; the step computes in float32 and rounds what it
+    stores) or "float64".
+    ValueError: rows or capacity below 1, an unknown dtype. Under `jax.jit` with `out_shardings` it is made in shards.
+    """
+    dtype = jnp.dtype(dtype or compute_dtype(config))
+    _check(rows, capacity, dtype, state_dtype)
+    shapes = _shapes(config, rows, capacity)
+    layers = tuple(
+        KDAState(*(jnp.zeros(shape, dtype) for shape in part[:3]), jnp.zeros(part[3], jnp.dtype(state_dtype)))
+        if isinstance(part, KDAState)
+        else LatentCache(*(jnp.zeros(shape, dtype) for shape in part))
+        for part in shapes
+    )
+    return HybridCache(layers, jnp.zeros((rows,), jnp.int32))
+
+
+def cache_bytes(
+    config: ModelConfig, rows: int, capacity: int, *, dtype: str | jnp.dtype | None = None, state_dtype: str = "float32"
+) -> CacheBytes:
+    """Bytes that `init_cache` with the same arguments would take; nothing is allocated."""
+    dtype = jnp.dtype(dtype or compute_dtype(config))
+    _check(rows, capacity, dtype, state_dtype)
+    recurrent = convolution = latent = 0
+    for part in _shapes(config, rows, capacity):
+        if isinstance(part, KDAState):
+            convolution += sum(math.prod(shape) for shape in part[:3]) * dtype.itemsize
+            recurrent += math.prod(part.recurrent) * jnp.dtype(state_dtype).itemsize
+        else:
+            latent += sum(math.prod(shape) for shape in part) * dtype.itemsize
+    return CacheBytes(recurrent, convolution, latent)
+
+
+def take_rows(cache: HybridCache, rows) -> HybridCache:
+    """A copy of some rows, in the given order: a snapshot of a conversation, or the start of several branches from one.
+
+    rows: integers [N], each in 0..B-1 and allowed to repeat. The copy stays as it is when the cache goes on (or is donated).
+    ValueError: rows that are not there (when their values are known).
+    """
+    rows = _row_numbers(rows, cache.rows)
+    return jax.tree.map(lambda leaf: leaf[rows], cache)
+
+
+def put_rows(cache: HybridCache, rows, other: HybridCache) -> HybridCache:
+    """`cache` with its `rows` [N] replaced by those of `other` (N rows of the same model): restores a snapshot bit for bit.
+
+    ValueError: rows that repeat or are not there, another number of rows, another model, capacity or dtype.
+    """
+    rows = _row_numbers(rows, cache.rows, distinct=True)
+    ours, theirs = (jax.tree.map(lambda leaf: (leaf.shape[1:], str(leaf.dtype)), part) for part in (cache, other))
+    if ours != theirs:
+        raise ValueError(
+            f"the two caches differ: capacity {cache.capacity} and {other.capacity}, {len(cache.layers)} and {len(other.layers)} layers, "
+            "or other dtypes or widths; rows can be moved between caches made by init_cache with the same model, capacity and dtypes."
+        )
+    if other.rows != rows.shape[0]:
+        raise ValueError(f"{rows.shape[0]} rows are named and the other cache has {other.rows}; they must be as many.")
+    return jax.tree.map(lambda leaf, new: leaf.at[rows].set(new), cache, other)
+
+
+def clear_rows(cache: HybridCache, rows) -> HybridCache:
+    """`cache` with `rows` [N] empty again: states and histories zero, length 0. Latents stay; nothing reads beyond a length.
+
+    ValueError: rows that are not there (when their values are known).
+    """
+    rows = _row_numbers(rows, cache.rows)
+    clear = lambda leaf: leaf.at[rows].set(0)
+    layers = tuple(KDAState(*map(clear, layer)) if isinstance(layer, KDAState) else layer for layer in cache.layers)
+    return HybridCache(layers, clear(cache.lengths))
+
+
+def check_cut(cache: HybridCache, row: int, length: int) -> None:
+    """Raise ValueError unless `row` already has exactly `length` tokens: a cache cannot be cut back.
+
+    A KDA state is a sum over all tokens seen, and none of them can be taken out again; latents alone would be cut by their length.
+    """
+    have = int(np.asarray(cache.lengths[row]))
+    if have != length:
+        raise ValueError(
+            f"row {row} has seen {have} tokens and cannot be set back to {length}: KDA states hold no past. Restore a snapshot taken at "
+            f"{length} tokens (take_rows, put_rows), or clear_rows and prefill the {length} tokens again."
+        )
+
+
+def _shapes(config: ModelConfig, rows: int, capacity: int) -> list[KDAState | LatentCache]:
+    """The shapes of every layer's part, in the part's own type."""
+    kda, mla = config.kda, config.mla
+    width, keys, values = kda.conv_width - 1, kda.heads * kda.key_dim, kda.num_value_heads * kda.value_dim
+    state = (rows, kda.num_value_heads, kda.key_dim, kda.value_dim)
+    of_kda = KDAState(*((rows, width, channels) for channels in (keys, keys, values)), state)  # pyright: ignore[reportArgumentType, reportCallIssue]
+    of_mla = LatentCache((rows, capacity, mla.kv_latent), (rows, capacity, mla.rope_dim))  # pyright: ignore[reportArgumentType]
+    return [of_kda if mixer == "K" else of_mla for mixer in config.mixers]
+
+
+def _check(rows: int, capacity: int, dtype, state_dtype: str) -> None:
+    if rows < 1 or capacity < 1:
+        raise ValueError(f"rows={rows}, capacity={capacity}; both must be at least 1.")
+    if str(dtype) not in STATE_DTYPES or str(state_dtype) not in STATE_DTYPES:
+        raise ValueError(f"dtype={dtype}, state_dtype={state_dtype!r}; allowed: {', '.join(STATE_DTYPES)}.")
+
+
+def _row_numbers(rows, count: int, *, distinct: bool = False) -> jax.Array:
+    rows = jnp.atleast_1d(jnp.asarray(rows))
+    if rows.ndim != 1 or not jnp.issubdtype(rows.dtype, jnp.integer):
+        raise ValueError(f"rows is {rows.dtype}{list(rows.shape)}; it must be one integer or integers [N].")
+    if isinstance(rows, Tracer):
+        return rows
+    named = np.asarray(rows)
+    if named.size and (named.min() < 0 or named.max() >= count):
+        raise ValueError(f"rows {named.tolist()}: the cache has rows 0 to {count - 1}.")
+    if distinct and len(set(named.tolist())) < len(named):
+        raise ValueError(f"rows {named.tolist()} repeat one; each row can take one replacement.")
+    return rows

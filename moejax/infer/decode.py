@@ -1,0 +1,63 @@
+"""One token for every row of a HybridCache.
+
+Shapes: B rows, V vocabulary, M MoE layers, k experts a token.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import jax.numpy as jnp
+from jax.core import Tracer
+
+from .cache import HybridCache
+from .forward import embed, logits_of, run_layers
+from .mixers import kda_token, mla_token, over_mesh
+from .prefill import Step, check_room
+from .weights import Weights
+
+
+def decode_step(weights: Weights, cache: HybridCache, tokens, *, active=None, return_experts: bool = False) -> Step:
+    """Append one token to each row and predict the next: a pure function, `jax.jit(decode_step, donate_argnames="cache")`.
+
+    Latents are read in absorbed form, states in one pass; the selection bias of the routers is frozen. Without donation every call
+    copies the whole cache.
+
+    Args:
+      weights: of `prepare`.
+      cache: B rows.
+      tokens: [B] integers in the vocabulary.
+      active: [B] bool; of an inactive row nothing is read or changed and the logits are 0. None: all are active.
+      return_experts: also return the routed experts [B,M,k].
+
+    Raises:
+      ValueError: shapes that do not fit; a full row (when the cache is not traced; inside jit the caller sees to it).
+    """
+    tokens = jnp.asarray(tokens)
+    if tokens.shape != (cache.rows,) or not jnp.issubdtype(tokens.dtype, jnp.integer):
+        raise ValueError(f"tokens is {tokens.dtype}{list(tokens.shape)}; it must be integers [B] = [{cache.rows}], one a row of the cache.")
+    if active is not None and (active.shape != tokens.shape or active.dtype != jnp.bool_):
+        raise ValueError(f"active is {active.dtype}{list(active.shape)}; it must be bool [B] = [{cache.rows}].")
+    added = jnp.ones_like(cache.lengths) if active is None else active.astype(jnp.int32)
+    if not isinstance(cache.lengths, Tracer) and not isinstance(added, Tracer):
+        check_room(cache, added)
+    mask = None if active is None else active[:, None]
+    layers = list(cache.layers)
+    config = weights.config
+
+    def mix(index, layer, h):
+        if config.mixers[index] == "K":
+            call: Any = partial(kda_token, config=config.kda, norm_eps=config.norm_eps)
+            per_row: tuple = (active,)
+        else:
+            call, per_row = partial(mla_token, config=config.mla), (cache.lengths, active)
+        y, layers[index] = over_mesh(weights.parallel, call, h, layer.mixer, layers[index], per_row)
+        return y
+
+    x = embed(weights, tokens[:, None], mask)
+    h, experts = run_layers(weights, x, mix, mask, return_experts=return_experts)
+    logits = logits_of(weights, h[:, 0])
+    if mask is not None:
+        logits = jnp.where(mask, logits, 0)
+    return Step(logits, HybridCache(tuple(layers), cache.lengths + added), None if experts is None else experts[:, 0])

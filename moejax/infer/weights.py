@@ -1,0 +1,179 @@
+"""The parameters of a model as inference reads them: one entry a layer, matrices in the compute dtype.
+
+Training stacks the layers that repeat, for loops that compile once. A decoding step would copy every layer's slice of such a stack
+before its product, three times the bytes of a weight, so the stacks are taken apart once, here.
+
+Shapes: D model width, V vocabulary, E experts.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from ..config import ModelConfig
+from ..modules.model import HybridLM, compute_dtype
+from ..modules.plan import layer_locations, layer_specs
+from ..ops.experts import LatentMoEWeights, PackedExperts
+from ..ops.kda_layer import KDAWeights
+from ..ops.mla import MLAWeights
+from ..ops.mxfp4 import mxfp4_fake_quant
+from ..parallel.layers import MOE_NAMES, ModelParallel
+from ..shapes import KDA_FLOAT32
+
+# Read in float32 whatever the compute dtype: norms, gates, the depth queries and the router (its product is float32).
+WIDE = (*KDA_FLOAT32, "weight", "norm_weight", "query", "q_norm", "kv_norm", "latent_norm", "router", "bias")
+
+
+class DepthQuery(NamedTuple):
+    """One pseudo-query over depth."""
+
+    norm_weight: Any  # [D]
+    query: Any  # [D]
+
+
+class DenseWeights(NamedTuple):
+    """A dense feed-forward."""
+
+    gate: Any  # [D,F]
+    up: Any  # [D,F]
+    down: Any  # [F,D]
+
+
+class LayerWeights(NamedTuple):
+    """One decoder layer."""
+
+    mixer_norm: Any  # [D]
+    mixer: KDAWeights | MLAWeights
+    ffn_norm: Any  # [D]
+    ffn: LatentMoEWeights | DenseWeights
+    bias: Any  # [E] float32 the frozen selection bias, or None
+    mixer_query: DepthQuery | None  # None: plain residual
+    ffn_query: DepthQuery | None
+
+
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["embedding", "layers", "output_query", "final_norm", "head"],
+    meta_fields=["config", "dtype", "parallel"],
+)
+@dataclasses.dataclass(frozen=True)
+class Weights:
+    """A model made ready by `prepare`: a pytree that jitted functions take as an argument."""
+
+    embedding: Any  # [V,D]
+    layers: tuple[LayerWeights, ...]
+    output_query: DepthQuery | None
+    final_norm: Any  # [D]
+    head: Any  # [D,V]
+    config: ModelConfig
+    dtype: str
+    """Dtype of activations."""
+    parallel: ModelParallel | None
+    """The mesh, its sequence axis unused: every part of a sequence needs the state before it."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all weights but the embedding table, of which a step reads one row a token."""
+        leaves = jax.tree.leaves((self.layers, self.output_query, self.final_norm, self.head))
+        return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
+
+
+def prepare(model: HybridLM, variables: Mapping[str, Any], *, dtype: str | None = None) -> Weights:
+    """Take the parameters of a model apart for inference: one copy of them, in the compute dtype.
+
+    Args:
+      model: its configuration, and its mesh (`parallel`) if it has one.
+      variables: {"params", "router_state"} as `HybridLM(config).init` or `moejax.hub.load` gives them; the selection bias is frozen.
+      dtype: of activations and matrices; None: the configuration's on this backend. Norms, gates, convolutions and router stay as
+        they are stored. Experts under "mxfp4_qat" are rounded once; packed ones ("mxfp4") stay packed.
+
+    Raises:
+      ValueError: a collection is missing, or parameters of another configuration.
+    """
+    config = model.config
+    for name in ("params", "router_state"):
+        if name not in variables and (name == "params" or config.moe_layers):
+            raise ValueError(f"variables has {', '.join(variables) or 'nothing'} and no {name!r}; give {{'params', 'router_state'}}.")
+    dtype = str(jnp.dtype(dtype or compute_dtype(config)))
+    parallel = None
+    if model.parallel is not None:
+        model.parallel.check(config)
+        parallel = dataclasses.replace(model.parallel, rules=dataclasses.replace(model.parallel.rules, time=None))
+    convert = jax.jit(partial(_take_apart, config=config, dtype=dtype))
+    embedding, layers, output_query, final_norm, head = convert(variables["params"], variables.get("router_state", {}))
+    return Weights(embedding, layers, output_query, final_norm, head, config, dtype, parallel)
+
+
+def _take_apart(params, router_state, *, config: ModelConfig, dtype: str):
+    cast = partial(_cast, dtype=jnp.dtype(dtype))
+    layers = []
+    for index, spec in enumerate(layer_specs(config)):
+        own = _layer_tree(params, config, index)
+        sub = own["sub"]
+        bias = None if spec.dense else _layer_tree(router_state, config, index)["sub"]["ffn"]["bias"]
+        mixer = {name: cast(name, value) for name, value in sub["mixer"].items()}
+        ffn = {name: cast(name, value) for name, value in _rounded_experts(sub["ffn"], config).items()}
+        kind: Any = KDAWeights if spec.mixer == "K" else MLAWeights
+        layers.append(
+            LayerWeights(
+                mixer_norm=sub["mixer_norm"]["weight"],
+                mixer=kind(**{field: mixer.get(field) for field in kind._fields}),
+                ffn_norm=sub["ffn_norm"]["weight"],
+                ffn=_dense(ffn) if spec.dense else _experts(ffn, config),
+                bias=bias,
+                mixer_query=_query(own, "mixer_residual"),
+                ffn_query=_query(own, "ffn_residual"),
+            )
+        )
+    head, embedding = cast("head", params["head"]), cast("embedding", params["embedding"])
+    return embedding, tuple(layers), _query(params, "output_residual"), params["final_norm"]["weight"], head
+
+
+def _cast(name: str, value, *, dtype):
+    return value if name in WIDE or not jnp.issubdtype(value.dtype, jnp.floating) else value.astype(dtype)
+
+
+def _layer_tree(tree, config: ModelConfig, index: int) -> Any:
+    """The parameters of layer `index` out of the stacks."""
+    try:
+        if config.residual == "full":
+            return tree["stack"][f"layer_{index}"]
+        location = layer_locations(config)[index]
+        group, run, layer = location.path
+        stacked = tree["stack"][group][run][layer]
+    except KeyError as error:
+        raise ValueError(
+            f"the parameters have no {error} for layer {index} of this configuration; they were made for another pattern, depth or residual."
+        ) from None
+    return jax.tree.map(lambda leaf: leaf[location.index], stacked)
+
+
+def _query(tree, name: str) -> DepthQuery | None:
+    return DepthQuery(tree[name]["norm_weight"], tree[name]["query"]) if name in tree else None
+
+
+def _dense(ffn) -> DenseWeights:
+    return DenseWeights(ffn["gate_proj"], ffn["up_proj"], ffn["down_proj"])
+
+
+def _rounded_experts(ffn, config: ModelConfig):
+    """Under "mxfp4_qat" the experts' MXFP4 rounding, taken before any cast as in training."""
+    if config.moe.expert_weights != "mxfp4_qat":
+        return ffn
+    return {name: mxfp4_fake_quant(value, axis=-2) if name.startswith("expert_") else value for name, value in ffn.items()}
+
+
+def _experts(ffn, config: ModelConfig) -> LatentMoEWeights:
+    def weight(field: str):
+        name = MOE_NAMES.get(field, field)
+        if config.moe.expert_weights == "mxfp4" and field in ("w_gate", "w_up", "w_down"):
+            return PackedExperts(ffn[f"{name}_codes"], ffn[f"{name}_scales"])
+        return ffn.get(name)
+
+    return LatentMoEWeights(**{field: weight(field) for field in LatentMoEWeights._fields})
