@@ -13,13 +13,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from ..config import ModelConfig
 from ..modules.feed_forward import gated_activation
 from ..modules.plan import block_starts
 from ..ops.depth_attention import DepthPartial, attention_residual, depth_attention, depth_attention_merge, depth_attention_snapshots
 from ..ops.experts import enter_latent, expert_mlp, gated_mlp, leave_latent, router_logits, shared_expert
-
+from ..ops.experts_few import few_token_experts
 from ..ops.norms import rms_norm
 from ..ops.routing import route
 from ..parallel.layers import sharded_latent_moe
@@ -132,13 +133,30 @@ def _moe(weights: Weights, layer: LayerWeights, h, mask, activation, *, want: bo
         chosen = route(router_logits(h.reshape(-1, h.shape[-1]), ffn.router), layer.bias, c.experts_per_token).experts if want else None
     else:
         entered = enter_latent(h, layer.bias, ffn, c.experts_per_token, mask=mask, **options)
-        product = expert_mlp  # TODO
-        y = product(
-            entered.latent, entered.routing.experts, entered.routing.weights, *entered.matrices, activation=activation, mask=entered.mask
-        )
+        y = _expert_products(entered, activation)
         y = leave_latent(y, ffn, shared_expert(entered.flat, ffn, activation), weights.config.norm_eps).reshape(h.shape)
         chosen = entered.routing.experts
     if not want:
         return y, None
     chosen = chosen.reshape(*h.shape[:2], -1)
     return y, chosen if mask is None else jnp.where(mask[..., None], chosen, -1)
+
+
+FEW = 1024
+"""Tokens up to which few_token_experts is the better form everywhere."""
+
+
+def _expert_products(entered, activation):
+    """The routed experts' sum. A GPU takes the batched form at any number of tokens: it has no kernel for expert_mlp's loop, 128 rows a
+    turn, whose turns cost a handful of launches each."""
+    operands = (entered.latent, entered.routing.experts, entered.routing.weights, *entered.matrices, entered.mask)
+
+    def few(x, experts, weights, w_gate, w_up, w_down, mask):
+        return few_token_experts(x, experts, weights, w_gate, w_up, w_down, activation=activation, mask=mask)
+
+    def many(x, experts, weights, w_gate, w_up, w_down, mask):
+        return expert_mlp(x, experts, weights, w_gate, w_up, w_down, activation=activation, mask=mask)
+
+    if entered.flat.shape[0] <= FEW:
+        return few(*operands)
+    return lax.platform_dependent(*operands, cuda=few, default=many)
