@@ -16,12 +16,12 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from ..config import KDAConfig, MLAConfig
+from ..kernels.kda.decode import kda_decode
 from ..kernels.varying import match_varying
 from ..ops.kda_layer import KDAState, KDAWeights, kda_layer, layer_around
 from ..ops.mla import MLAWeights, absorbed_latent_attention, mla_output, mla_project
 from ..ops.mla_prefill import cached_latent_attention
 from ..ops.short_conv import short_conv_step
-from ..kernels.kda.decode import kda_decode
 from ..parallel.axes import CACHE_AXES
 from ..parallel.layers import ModelParallel, weight_specs
 from .cache import LatentCache
@@ -65,9 +65,7 @@ def kda_token(x, weights: KDAWeights, state: KDAState, active, *, config: KDACon
     return (y if active is None else jnp.where(active[:, None, None], y, 0)), new
 
 
-def mla_chunk(
-    x, weights: MLAWeights, cache: LatentCache, starts, counts, rows=None, *, config: MLAConfig
-) -> tuple[jax.Array, LatentCache]:
+def mla_chunk(x, weights: MLAWeights, cache: LatentCache, starts, counts, rows=None, *, config: MLAConfig) -> tuple[jax.Array, LatentCache]:
     """x [B,T,D] normed, its first counts[b] tokens appended at starts[b] -> (y [B,T,D], 0 behind them, the cache with them).
 
     rows: as in kda_chunk.
@@ -115,6 +113,11 @@ def over_mesh(parallel: ModelParallel | None, mix, x, weights, cache, per_row: t
     """mix(x, weights, cache, *per_row) -> (y, cache), on the rows and heads of each device; per_row: arrays [B] or None."""
     if parallel is None:
         return mix(x, weights, cache, *per_row)
+    if x.shape[0] % parallel.size("batch"):
+        raise ValueError(
+            f"{x.shape[0]} rows over {parallel.size('batch')} parts of the mesh ({', '.join(parallel.axes('batch'))}); a cache needs a "
+            "multiple, idle rows being inactive or of count 0."
+        )
     heads, batch = parallel.axes("heads"), parallel.spec("batch")
 
     def local(x, weights, cache, per_row):

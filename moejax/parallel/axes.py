@@ -111,6 +111,7 @@ CACHE_AXES: dict[str, tuple[str | None, ...]] = {
     # MLA: what mla_project gives
     "latent": ("batch", None, None),
     "shared_key": ("batch", None, None),
+    "lengths": ("batch",),
 }
 """Logical axes of what decoding carries from token to token: rows and heads are sharded, cached time is whole."""
 

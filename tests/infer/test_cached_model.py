@@ -18,12 +18,13 @@ step = jax.jit(decode_step, donate_argnames="cache", static_argnames="return_exp
 
 
 def made(config, noisy):
-    """A model, its variables with noise and a skewed selection bias, and the logits of TOKENS without a cache."""
+    """A model, its variables with noise and a skewed selection bias, the logits of TOKENS without a cache, and the jitted forward."""
     model = HybridLM(config)
     variables = jax.jit(model.init)(jax.random.key(0), jnp.zeros((1, 1), jnp.int32))
     bias = jax.tree.map(lambda b: 0.2 * jax.random.normal(jax.random.key(3), b.shape), variables["router_state"])
     variables = {"params": noisy(variables["params"], jax.random.key(1), 0.2), "router_state": bias}
-    return model, variables, np.asarray(jax.jit(model.apply)(variables, TOKENS))
+    forward = jax.jit(model.apply)
+    return model, variables, np.asarray(forward(variables, TOKENS)), forward
 
 
 @pytest.fixture(scope="module")
@@ -184,7 +185,7 @@ def test_bfloat16_states_are_half_the_bytes_and_close(case, weights):
     ids=["plain", "full", "rotary-qat", "kda-only"],
 )
 def test_other_configurations(toy, noisy, changes):
-    model, variables, expected = made(toy.replace(dtype="float32", **changes), noisy)
+    model, variables, expected, _ = made(toy.replace(dtype="float32", **changes), noisy)
     weights = prepare(model, variables)
     start = prefill(weights, TOKENS[:, :65], empty(weights), chunk=64)
     logits, _ = decoded(weights, start, TOKENS[:, 65:])
@@ -193,7 +194,7 @@ def test_other_configurations(toy, noisy, changes):
 
 def test_generate(case, weights):
     """Greedy tokens are those of the full forward; log-probs are its log-softmax; experts are what a forward routes; stop ids stop."""
-    model, variables, _ = case
+    model, variables, _, forward = case
     prompts, heard = [TOKENS[0, :9], TOKENS[1, :30]], []
     out = generate(
         model,
@@ -210,7 +211,7 @@ def test_generate(case, weights):
         whole = np.concatenate([prompt, out.row(row)])
         padded = np.zeros((4, LENGTH), np.int32)
         padded[0, : len(whole)] = whole
-        logits = np.asarray(jax.jit(model.apply)(variables, padded))[0, len(prompt) - 1 : len(whole) - 1]
+        logits = np.asarray(forward(variables, padded))[0, len(prompt) - 1 : len(whole) - 1]
         assert out.row(row).tolist() == logits.argmax(-1).tolist()
         np.testing.assert_allclose(out.log_probs[row], jax.nn.log_softmax(logits)[np.arange(6), out.row(row)], atol=2e-5)
         assert [token for at, token, _ in heard if at == row] == out.row(row).tolist()
@@ -228,7 +229,7 @@ def test_generate(case, weights):
 
 
 def test_errors_come_before_any_work(case, weights):
-    model, variables, _ = case
+    model, variables, *_ = case
     cache = empty(weights)
     for call, message in [
         (lambda: init_cache(weights.config, 0, 5), "rows=0"),

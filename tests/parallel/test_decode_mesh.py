@@ -1,0 +1,89 @@
+"""Prefill and decoding steps with weights and cache sharded over 8 devices: one device's numbers, shards where the table puts them.
+
+Public case M7's decode_step. Shapes: B rows, T tokens, V vocabulary.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from moejax import HybridLM, KDAConfig, MLAConfig, ModelConfig, MoEConfig
+from moejax.infer import decode_step, init_cache, prefill, prefill_chunk, prepare
+from moejax.parallel import MeshConfig, make_mesh, parameter_shardings
+from moejax.parallel.axes import cache_shardings
+from moejax.parallel.layers import ModelParallel
+
+CONFIG = ModelConfig(
+    vocab_size=64,
+    hidden=24,
+    layers=2,
+    pattern="KM",
+    dense_width=40,
+    residual_block=1,
+    remat="none",
+    dtype="float32",
+    kda=KDAConfig(heads=4, key_dim=8, value_dim=12),
+    mla=MLAConfig(heads=4, nope_dim=8, rope_dim=4, value_dim=12, q_latent=16, kv_latent=16),
+    moe=MoEConfig(experts=8, experts_per_token=2, expert_width=16, latent=20, shared_width=16),
+)
+TOKENS = np.random.default_rng(0).integers(1, 64, (8, 24)).astype(np.int32)
+COUNTS = np.array([16, 3, 9, 16, 1, 0, 12, 7], np.int32)
+ACTIVE = jnp.array([True, True, False, True, True, True, False, True])
+
+
+@pytest.fixture(scope="module")
+def variables(noisy):
+    values = jax.jit(HybridLM(CONFIG).init)(jax.random.key(0), jnp.zeros((1, 1), jnp.int32))
+    return noisy(values, jax.random.key(1), 0.1)
+
+
+def run(model, variables, place):
+    """Two ragged chunks and three decoding steps: logits [5,B,V], experts of the last step, the cache."""
+    weights = prepare(model, variables)
+    cache = place(init_cache(CONFIG, 8, 32, dtype="float32"))
+    chunk = jax.jit(prefill_chunk, donate_argnames="cache")
+    step = jax.jit(decode_step, donate_argnames="cache", static_argnames="return_experts")
+    logits = []
+    for start in (0, 8):
+        given = chunk(weights, cache, TOKENS[:, start : start + 8], np.clip(COUNTS - start, 0, 8))
+        logits.append(given.logits)
+        cache = given.cache
+    for index in range(3):
+        given = step(weights, cache, TOKENS[:, 16 + index], active=ACTIVE, return_experts=True)
+        logits.append(given.logits)
+        cache = given.cache
+    return np.stack(logits), np.asarray(given.experts), cache
+
+
+@pytest.fixture(scope="module")
+def alone(variables):
+    return run(HybridLM(CONFIG), variables, lambda cache: cache)
+
+
+MESHES = [
+    MeshConfig(data=2, expert=2, tensor=2),
+    pytest.param(MeshConfig(fsdp=2, expert=4), marks=pytest.mark.slow),
+    pytest.param(MeshConfig(expert=2, sequence=2, tensor=2), marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize("shape", MESHES, ids=str)
+def test_a_mesh_gives_the_numbers_of_one_device(variables, alone, shape):
+    mesh = make_mesh(shape)
+    placed = jax.device_put(variables, {name: parameter_shardings(part, mesh) for name, part in variables.items()})
+    logits, experts, cache = run(HybridLM(CONFIG, parallel=ModelParallel(mesh)), placed, lambda c: jax.device_put(c, cache_shardings(c, mesh)))
+    assert np.abs(logits - alone[0]).max() <= 1e-5 * np.abs(alone[0]).max()
+    np.testing.assert_array_equal(experts, alone[1])
+    assert cache.lengths.tolist() == alone[2].lengths.tolist() == (COUNTS + 3 * np.asarray(ACTIVE)).tolist()
+    for leaf, sharding in zip(jax.tree.leaves(cache), jax.tree.leaves(cache_shardings(cache, mesh)), strict=True):
+        assert leaf.sharding.is_equivalent_to(sharding, leaf.ndim), (leaf.shape, leaf.sharding)
+
+
+def test_what_a_mesh_cannot_do_is_said(variables):
+    mesh = make_mesh(MeshConfig(data=2, expert=2, tensor=2))
+    weights = prepare(HybridLM(CONFIG, parallel=ModelParallel(mesh)), variables)
+    with pytest.raises(ValueError, match="rows and a mesh exclude each other"):
+        prefill_chunk(weights, init_cache(CONFIG, 8, 32, dtype="float32"), TOKENS[:1, :8], COUNTS[:1], rows=jnp.array([3]))
+    with pytest.raises(ValueError, match="6 rows.*4"):
+        prefill(weights, TOKENS[:6], init_cache(CONFIG, 6, 32, dtype="float32"))
