@@ -35,13 +35,16 @@ def kda_decode(
 
     q, k [B,H,K]; v [B,HV,V]; raw_gate [B,HV,K]; beta_logits [B,HV]; float32, bfloat16 or float64. A_log [HV] or None; dt_bias [HV,K]
     or None; lower_bound and scale as in gated_kda.
-    state: float32 or float64 [B,HV,K,V], row b's own; or, with slots, a pool of states [N,HV,K,V].
+    state: float32, float64 or bfloat16 [B,HV,K,V], row b's own; or, with slots, a pool of states [N,HV,K,V]. bfloat16 is storage
+    alone, half the bytes: a step widens it, computes in float32 and rounds the new state once. The error does not grow with the
+    tokens, since each overwrites a part of the state: 0.5 percent of the output at a decay of 0.98 a token and K = V = 16, 2 percent
+    at 0.9994 and K = V = 128, the same in every quarter of 10,000 steps (relative L2, against float64).
     slots: integers [B]; row b reads and writes state[slots[b]]. A row whose slot is not in 0..N-1 (such as -1) is skipped: its output
     is 0, its inputs may be NaN, it touches no state. Two rows must not name one slot (traced slots cannot be read: then the results
     of those rows are undefined).
-    implementation: "xla"; "triton" (one kernel, one read and one write of the states; NVIDIA Hopper, float32 state, the rest float32
-    or bfloat16, K and V multiples of 16 up to 256); None: "triton" when the call is lowered for cuda and the kernel takes it, else
-    "xla". Over several GPUs call it inside jax.shard_map (rows and heads may be cut).
+    implementation: "xla"; "triton" (one kernel, one read and one write of the states; NVIDIA Hopper, float32 and bfloat16, K and V
+    multiples of 16 up to 256); None: "triton" when the call is lowered for cuda and the kernel takes it, else "xla". Over several
+    GPUs call it inside jax.shard_map (rows and heads may be cut).
 
     Returns (o [B,HV,V] in v.dtype, the new state, shaped and typed as `state`). Donate the state to the jit around the call, or carry
     it through a loop inside one: else it is copied first. Differentiable in every float input, except by implementation="triton".
@@ -95,11 +98,9 @@ def decode_xla(q, k, v, raw_gate, beta_logits, A_log, dt_bias, state, slots, *, 
 
 def _refused(q, k, v, raw_gate, beta_logits, A_log, dt_bias, state) -> str | None:
     """Why the kernel does not take these operands, or None."""
-    for x in (q, k, v, raw_gate, beta_logits, A_log, dt_bias):
+    for x in (q, k, v, raw_gate, beta_logits, A_log, dt_bias, state):
         if x is not None and x.dtype == jnp.float64:
             return "its kernel takes float32 and bfloat16, here float64"
-    if state.dtype != jnp.float32:
-        return f"its kernel needs a float32 state, here {state.dtype}"
     K, V = q.shape[2], v.shape[2]
     if any(size % 16 or size > 256 for size in (K, V)):
         return f"its kernel takes multiples of 16 up to 256 channels, here K = {K}, V = {V}"
@@ -111,9 +112,7 @@ def check_decode(q, k, v, raw_gate, beta_logits, A_log, dt_bias, state, slots) -
     require_rank(3, "[B,H,K]", q=q)
     require_rank(3, "[B,HV,V]", v=v)
     floats = dict(q=q, k=k, v=v, raw_gate=raw_gate, beta_logits=beta_logits, A_log=A_log, dt_bias=dt_bias)
-    require_float(**floats)
-    if state.dtype not in (jnp.float32, jnp.float64):
-        raise ValueError(f"state has dtype {state.dtype}; it must be float32 or float64: sums over many tokens are kept in it.")
+    require_float(**floats, state=state)
     if 0 in q.shape or 0 in v.shape:
         raise ValueError(f"q has shape {q.shape} and v {v.shape}; every size must be at least 1.")
     (B, H, K), (HV, V) = q.shape, v.shape[1:]

@@ -20,7 +20,7 @@ from .triton_rows import over_rows, sigmoid
 
 @triton.jit
 def decode_kernel(
-    state,  # [B,HV,K,V] or [N,HV,K,V] float32, changed in place
+    state,  # [B,HV,K,V] or [N,HV,K,V] float32 or bfloat16, changed in place
     q,  # [B,H,K]
     k,  # [B,H,K]
     v,  # [B,HV,V]
@@ -58,7 +58,7 @@ def decode_kernel(
     # The state first: everything else hides behind its latency. int64: N*HV*K*V passes 2^31 at 1366 slots of 96 heads.
     tile = state + (slot.to(tl.int64) * HV + head) * (K * V) + channels[:, None] * V + columns[None, :]
     in_tile = in_k[:, None] & in_v[None, :]
-    s = tl.load(tile, mask=in_tile, other=0.0)
+    s = tl.load(tile, mask=in_tile, other=0.0).to(tl.float32)
 
     value_row = row.to(tl.int64) * HV + head
     key_row = row.to(tl.int64) * (HV // GROUP) + head // GROUP
@@ -95,7 +95,7 @@ def decode_kernel(
         s_q = s_q * q_norm
         k_q = k_q * (k_norm * q_norm)
     u = beta * (v_t - s_k)
-    tl.store(tile, s + k_t[:, None] * u[None, :], mask=in_tile)
+    tl.store(tile, (s + k_t[:, None] * u[None, :]).to(state.dtype.element_ty), mask=in_tile)
     o = SCALE * (s_q + k_q * u)
     tl.store(out + value_row * V + columns, tl.where(active, o, 0.0).to(out.dtype.element_ty), mask=columns < V)
 
@@ -126,8 +126,9 @@ def kda_decode_triton(
 
     q, k [B,H,K]; v [B,HV,V]; raw_gate [B,HV,K]; beta_logits [B,HV], float32 or bfloat16; A_log [HV] or None; dt_bias [HV,K] or
     None. Value head j reads query/key head j // (HV // H). K, V multiples of 16 up to 256.
-    state: float32 [B,HV,K,V]; or, with slots [B] integers, a pool [N,HV,K,V]: row b reads and writes slot slots[b], two rows
-    must not name the same slot, and a row whose slot is outside 0..N-1 (such as -1) is skipped: output 0, no state touched.
+    state: float32 [B,HV,K,V], or bfloat16, computed in float32 all the same and rounded once; or, with slots [B] integers, a pool
+    [N,HV,K,V]: row b reads and writes slot slots[b], two rows must not name the same slot, and a row whose slot is outside 0..N-1
+    (such as -1) is skipped: output 0, no state touched.
     gated=False: raw_gate is g and beta_logits is beta, as in `kda`. normalize=False: q and k are used as they are.
     lower_bound None: the softplus gate. scale None: K**-0.5.
 
@@ -189,9 +190,7 @@ def check_decode(q, k, v, raw_gate, beta_logits, A_log, dt_bias, state, slots) -
     for name, (x, shape) in expected.items():
         if x is not None and x.shape != shape:
             raise ValueError(f"{name} has shape {x.shape}; with q {q.shape} and v {v.shape} it must be {shape}.")
-        if x is not None and name not in ("state", "slots") and x.dtype not in (jnp.float32, jnp.bfloat16):
+        if x is not None and name != "slots" and x.dtype not in (jnp.float32, jnp.bfloat16):
             raise ValueError(f"{name} has dtype {x.dtype}; this kernel takes float32 and bfloat16.")
-    if state.dtype != jnp.float32:
-        raise ValueError(f"state has dtype {state.dtype}; it must be float32.")
     if slots is not None and not jnp.issubdtype(slots.dtype, jnp.integer):
         raise ValueError(f"slots has dtype {slots.dtype}; it must be integers.")

@@ -149,7 +149,8 @@ def _layer_tree(tree, config: ModelConfig, index: int) -> Any:
         stacked = tree["stack"][group][run][layer]
     except KeyError as error:
         raise ValueError(
-            f"the parameters have no {error} for layer {index} of this configuration; they were made for another pattern, depth or residual."
+            f"the parameters have no {error} for layer {index}, which this configuration has; they were made for another pattern, depth "
+            "or residual."
         ) from None
     return jax.tree.map(lambda leaf: leaf[location.index], stacked)
 

@@ -11,10 +11,9 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from moejax.kernels.common import accumulation_dtype, require_float, require_rank
-from moejax.kernels.varying import match_varying
+from moejax.kernels.latent_decode import latent_decode
 from moejax.ops.attention import attention, check_block, check_segment_ids
 from moejax.ops.norms import rms_norm
 from moejax.ops.rotary import rotary
@@ -134,12 +133,13 @@ def latent_attention(q, latent, shared_key, k_up, v_up, *, scale=None, segment_i
     return attention(q, jnp.concatenate([k, shared], -1), v, scale=scale, segment_ids=segment_ids, block=block)
 
 
-def absorbed_latent_attention(q, latent, shared_key, k_up, v_up, *, lengths, valid=None, scale=None, block=CACHE_BLOCK):
-    """Decode form: queries are mapped into the latent space, so the cache is read as it is, in blocks of entries.
+def absorbed_latent_attention(
+    q, latent, shared_key, k_up, v_up, *, lengths, valid=None, scale=None, block=CACHE_BLOCK, implementation=None
+):
+    """Decode form: queries are mapped into the latent space, so the cache is read as it is; see kernels.latent_decode.
 
     Query t of row b stands at position lengths[b] - T + t and sees the entries at or before it; the new tokens' own
-    entries are already in the cache. The loop stops after the longest row; it has no reverse-mode gradient (use
-    latent_attention for training).
+    entries are already in the cache. It has no reverse-mode gradient (use latent_attention for training).
 
     Args:
       q: [B,T,H,N+R], one or a few new tokens.
@@ -148,13 +148,16 @@ def absorbed_latent_attention(q, latent, shared_key, k_up, v_up, *, lengths, val
       lengths: [B] int32, tokens in the cache, the new ones included. A query before position 0 gives 0.
       valid: [B,S] bool or None; False entries (padding inside the cache) are never read.
       scale: None is (N+R)**-0.5.
-      block: most cache entries a step.
+      block: most cache entries a step of "xla"; None is 1024.
+      implementation: "reference", "xla", "triton" (NVIDIA Hopper, bfloat16, no valid, T at most 4) or None, which chooses; see
+        latent_decode.
 
     Returns:
       [B,T,H,V] in the latent's dtype; statistics and sums are float32 (float64 for float64 inputs).
 
     Raises:
       ValueError: shapes or dtypes that do not fit.
+      NotImplementedError: an implementation that cannot run, with the reason.
     """
     check_latent(q, latent, shared_key, k_up, v_up)
     batch, cached = latent.shape[:2]
@@ -169,49 +172,19 @@ def absorbed_latent_attention(q, latent, shared_key, k_up, v_up, *, lengths, val
     check_block(block)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     dtype = accumulation_dtype(q, latent)
-    q_latent = jnp.einsum("bthn,chn->bhtc", q[..., : k_up.shape[2]], k_up, preferred_element_type=dtype)
-    q_all = jnp.concatenate([q_latent.astype(latent.dtype), jnp.moveaxis(q[..., k_up.shape[2] :], 1, 2)], -1)
-    summed = _absorbed_sum(
-        q_all, latent, shared_key, lengths.astype(jnp.int32), valid, scale, min(block or CACHE_BLOCK, cached)
+    q_latent = jnp.einsum("bthn,chn->bthc", q[..., : k_up.shape[2]], k_up, preferred_element_type=dtype)
+    q_all = jnp.concatenate([q_latent.astype(latent.dtype), q[..., k_up.shape[2] :]], -1)
+    summed = latent_decode(
+        q_all,
+        latent,
+        shared_key,
+        lengths,
+        valid=valid,
+        scale=scale,
+        block=block or CACHE_BLOCK,
+        implementation=implementation,
     )
-    return jnp.einsum("bhtc,chv->bthv", summed.astype(latent.dtype), v_up)
-
-
-def _absorbed_sum(q, latent, shared_key, lengths, valid, scale, block):
-    """q [B,H,T,C+R] over the cache -> softmax-weighted latents [B,H,T,C] in the accumulation dtype."""
-    dtype = accumulation_dtype(q, latent)
-    cached = latent.shape[1]
-    at_query = lengths[:, None] - q.shape[2] + jnp.arange(q.shape[2], dtype=jnp.int32)  # [B,T]
-
-    def step(index, carry):
-        top, total, acc = carry
-        start = jnp.minimum(
-            index * block, cached - block
-        )  # the last block is a full one: no copy of the cache to pad it
-        at_key = start + jnp.arange(block, dtype=jnp.int32)
-        exists = (at_key >= index * block) & (at_key < lengths[:, None])  # [B,block]
-        if valid is not None:
-            exists &= lax.dynamic_slice_in_dim(valid, start, block, axis=1)
-        values, shared = (
-            jnp.where(exists[..., None], lax.dynamic_slice_in_dim(x, start, block, axis=1), 0)
-            for x in (latent, shared_key)
-        )
-        keys = jnp.concatenate([values, shared], -1)
-        seen = exists[:, None, :] & (at_key <= at_query[:, :, None])
-        scores = jnp.einsum("bhtc,bsc->bhts", q, keys, preferred_element_type=dtype) * scale
-        scores = jnp.where(seen[:, None], scores, -jnp.inf)
-        new_top = jnp.maximum(top, scores.max(-1))
-        shift = jnp.where(new_top == -jnp.inf, 0, new_top)
-        decay, p = jnp.exp(top - shift), jnp.exp(scores - shift[..., None])
-        add = jnp.einsum("bhts,bsc->bhtc", p.astype(values.dtype), values, preferred_element_type=dtype)
-        return new_top, total * decay + p.sum(-1), acc * decay[..., None] + add
-
-    rows = q.shape[:3]
-    empty = (jnp.full(rows, -jnp.inf, dtype), jnp.zeros(rows, dtype), jnp.zeros((*rows, latent.shape[2]), dtype))
-    carry = tuple(match_varying(x, q, latent, lengths) for x in empty)
-    stop = jnp.minimum((lengths.max() + block - 1) // block, -(-cached // block))
-    _, total, acc = lax.fori_loop(jnp.zeros_like(stop), stop, step, carry)
-    return acc / jnp.where(total == 0, 1, total)[..., None]
+    return jnp.einsum("bthc,chv->bthv", summed, v_up)
 
 
 def check_latent(q, latent, shared_key, k_up, v_up):

@@ -100,6 +100,23 @@ def test_bfloat16_and_the_bare_recurrence():
         close(got, want, 4e-3)
 
 
+def test_bfloat16_state():
+    """Half the bytes: widened, computed in float32 and rounded once."""
+    data = case(2, 1, 2, 32, 48, np.float32)
+    data["state"] = data["state"].astype(bf16)
+    o, state = emulated(**data)
+    assert state.dtype == bf16
+    want_o, want_state = expected(**data)
+    close(o, want_o, 1e-5)
+    close(state, want_state, 2e-3)
+    slots = np.array([3, -1], np.int32)
+    data = case(2, 1, 1, 16, 16, np.float32, slots=slots)
+    data["state"] = data["state"].astype(bf16)
+    _, state = emulated(**data, slots=slots)
+    np.testing.assert_array_equal(state[[0, 1, 2, 4]], data["state"][[0, 1, 2, 4]])
+    close(state, expected(**data, slots=slots)[1], 2e-3)
+
+
 @pytest.mark.parametrize("bound", [-5.0, None])
 def test_gate_without_rate_and_bias(bound):
     data = case(1, 1, 1, 16, 16, np.float32) | {"A_log": None, "dt_bias": None}
@@ -148,7 +165,7 @@ def test_refusals():
     call = lambda **changed: decode.kda_decode_triton(**(data | changed))
     for changed, match in (
         ({"q": jnp.zeros((1, 1, 24)), "k": jnp.zeros((1, 1, 24))}, "multiples of 16"),
-        ({"state": data["state"].astype(jnp.bfloat16)}, "float32"),
+        ({"state": data["state"].astype(jnp.float16)}, "float16"),
         ({"beta_logits": jnp.zeros((1, 3))}, "beta_logits"),
         ({"v": jnp.zeros((1, 2, 16), jnp.float16)}, "float16"),
         ({"q": jnp.zeros((1, 3, 16))}, "value heads"),
@@ -179,6 +196,19 @@ def test_on_the_card(B, H, HV, K, V, bound):
     for g, a, want, tolerance in zip(got, again, expected(**data, bound=bound), (4e-3, 1e-5), strict=True):
         close(g, want, tolerance)
         np.testing.assert_array_equal(np.asarray(g), np.asarray(a))
+
+
+@pytest.mark.gpu
+def test_on_the_card_bfloat16_state():
+    import jax
+
+    data = case(3, 2, 4, 128, 128)
+    data["state"] = data["state"].astype(bf16)
+    o, state = jax.jit(lambda data: decode.kda_decode_triton(**data))(jax_operands(data))
+    want_o, want_state = expected(**data)
+    assert state.dtype == bf16
+    close(o, want_o, 4e-3)
+    close(state, want_state, 2e-3)
 
 
 @pytest.mark.gpu

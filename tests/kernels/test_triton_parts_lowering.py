@@ -84,8 +84,10 @@ def test_step_overwrites_the_state():
     text = jax.jit(lambda *a: triton_decode.kda_decode_triton(*a)).trace(*STEP).lower(lowering_platforms=("cuda",)).as_text()
     # Last of the outputs: the kernel gets o's buffer as the first one behind the operands.
     assert "output_tuple_indices = [1], operand_index = 0" in text
-    pool = [*STEP[:5], None, None, S((7, 4, 128, 128), F32), S((2,), jnp.int32)]
-    assert launches(lambda *a: triton_decode.kda_decode_triton(*a[:-1], slots=a[-1], lower_bound=None), *pool, donate_argnums=7) == 1
+    paged = lambda *a: triton_decode.kda_decode_triton(*a[:-1], slots=a[-1], lower_bound=None)
+    for dtype in (F32, BF16):
+        pool = [*STEP[:5], None, None, S((7, 4, 128, 128), dtype), S((2,), jnp.int32)]
+        assert launches(paged, *pool, donate_argnums=7) == 1
 
 
 def test_nothing_spills(monkeypatch, tmp_path):

@@ -164,6 +164,18 @@ def test_absorbed_leaves_out_invalid_entries_and_queries_before_the_start(x64):
     assert relative(out[0, -1], jnp.einsum("hk,kc,chv->hv", p, latent[0, kept], v_up)) < 1e-12
 
 
+@pytest.mark.parametrize("new", [1, 3])
+def test_absorbed_by_any_implementation(x64, new):
+    """One softmax over all entries, and the loop over blocks: the same, an empty row and one shorter than what is new included."""
+    q, latent, shared_key, k_up, v_up = parts(3, 20)
+    lengths = jnp.asarray([20, 0, 2], jnp.int32)
+    arguments = (q[:, :new], latent, shared_key, k_up, v_up)
+    plain = absorbed_latent_attention(*arguments, lengths=lengths, implementation="reference")
+    loop = absorbed_latent_attention(*arguments, lengths=lengths, block=8, implementation="xla")
+    assert relative(loop, plain) < 1e-13 and not np.any(plain[1])
+    np.testing.assert_array_equal(absorbed_latent_attention(*arguments, lengths=lengths, block=8), loop)
+
+
 def test_absorbed_block_count_follows_the_longest_row():
     """A cache of a million entries that holds 5 tokens reads one block: NaN everywhere else, and no large temporary."""
     q, latent, shared_key, k_up, v_up = parts(1, 5, dtype=jnp.float32)
@@ -254,6 +266,7 @@ def test_bad_input_is_refused(golden):
         (lambda: latent_attention(q, latent, shared_key, k_up[:, :2], v_up), "heads"),
         (lambda: refused(q, latent, shared_key, k_up, v_up, lengths=lengths[:1]), "lengths"),
         (lambda: refused(q, latent, shared_key, k_up, v_up, valid=jnp.ones((2, 6))), "bool"),
+        (lambda: refused(q, latent, shared_key, k_up, v_up, implementation="cuda"), "known: xla, reference, triton"),
         (lambda: refused(q, latent, shared_key, k_up, v_up, block=0), "block=0"),
     ]
     for call, message in bad:
