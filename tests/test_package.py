@@ -74,7 +74,8 @@ READS = {
     "modules": {"config", "kernels", "ops", "parallel"},
     "hub": {"config", "presets", "ops", "parallel", "modules"},
     "train": {"config", "counting", "presets", "data", "kernels", "ops", "parallel", "modules", "__version__"},
-    "evals": {"config", "data", "modules", "train"},
+    "infer": {"config", "shapes", "kernels", "ops", "parallel", "modules"},
+    "evals": {"config", "data", "infer", "modules", "train"},
 }
 
 

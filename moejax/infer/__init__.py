@@ -2,6 +2,7 @@
 
 from .cache import CacheBytes, HybridCache, LatentCache, cache_bytes, check_cut, clear_rows, init_cache, put_rows, take_rows
 from .decode import decode_step
+from .engine import Engine, QueueFull, Request, Ticket
 from .generate import Generated, generate
 from .prefill import Step, prefill, prefill_chunk
 from .sampling import Drawn, Sampling, make_sampling, sample
@@ -10,11 +11,15 @@ from .weights import Weights, prepare
 __all__ = [
     "CacheBytes",
     "Drawn",
+    "Engine",
     "Generated",
     "HybridCache",
     "LatentCache",
+    "QueueFull",
+    "Request",
     "Sampling",
     "Step",
+    "Ticket",
     "Weights",
     "cache_bytes",
     "check_cut",

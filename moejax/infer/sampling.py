@@ -91,8 +91,9 @@ def sample(logits: jax.Array, sampling: Sampling, positions: jax.Array) -> Drawn
     valid = jnp.isfinite(top[:, 0])  # a maximum carries NaN
     # Shifted before the division: a small temperature then gives -inf for the others and not inf - inf.
     scaled = (logits - top) / jnp.where(heat > 0, heat, 1)[:, None]
-    drawn = jax.lax.cond(jnp.any(heat > 0), _draw, lambda scaled, *_: _greedy(scaled), scaled, sampling, heat, positions)
-    tokens = jnp.where(heat > 0, drawn, _greedy(logits))
+    best = _greedy(logits)
+    drawn = jax.lax.cond(jnp.any(heat > 0), _draw, lambda *_: best, scaled, sampling, heat, positions)
+    tokens = jnp.where(heat > 0, drawn, best)
     chosen = jnp.take_along_axis(scaled, tokens[:, None], axis=-1, mode="clip")[:, 0]
     log_probs = chosen - jnp.log(jnp.sum(jnp.exp(scaled), axis=-1))
     return Drawn(jnp.where(valid, tokens, INVALID), jnp.where(valid, log_probs, jnp.nan))

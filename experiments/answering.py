@@ -1,0 +1,111 @@
+"""One conversation over one row of a HybridCache: what was said is read once, and answers go on from there.
+
+V: vocabulary, N: tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import numpy as np
+
+from experiments.load_model import Loaded
+from moejax.infer import decode_step, init_cache, prefill_chunk, prepare
+from moejax.infer.sampling import Drawn, Sampling, sample
+
+SMALLEST = 16  # tokens of the smallest chunk; the others are powers of two up to `chunk`, so that turns of any length compile few shapes
+
+
+class Conversation:
+    """The cache of one dialog or text, and the token that was drawn last and not read yet."""
+
+    def __init__(self, loaded: Loaded, *, capacity: int, chunk: int, state_dtype: str = "float32"):
+        """capacity: tokens in all; chunk: tokens read at once. The same numbers for any chunk, up to rounding."""
+        self.weights = prepare(loaded.model, loaded.variables)
+        self._make = partial(init_cache, self.weights.config, 1, capacity, dtype=self.weights.dtype, state_dtype=state_dtype)
+        self.capacity, self.chunk = capacity, chunk
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self.cache: Any = self._make()
+        self.read = 0
+        """Tokens in the cache."""
+        self.pending: list[int] = []
+        """The last token drawn: its own step has not run."""
+        self.closed = False
+        """The last answer ended with one of its stop ids."""
+
+    @property
+    def empty(self) -> bool:
+        return not self.read
+
+    @property
+    def last(self) -> int:
+        """The newest token."""
+        return self.pending[-1]
+
+    def answer(self, ids: Sequence[int], *, most: int, sampling: Sampling, stop_ids: Sequence[int]) -> Iterator[int]:
+        """Read ids [N], then draw up to `most` tokens, one at a time; the caller may stop at any of them.
+
+        Ends with the first of `stop_ids` (`closed`), after `most`, or where the capacity does. The draw at a position depends on the
+        sampling settings and the position alone, as in `moejax.infer.generate`.
+        ValueError: ids that the vocabulary has not, no room for them and one more token; the conversation is then as it was.
+        RuntimeError: logits that are no distribution (NaN).
+        """
+        ids = [*self.pending, *ids]
+        self._check(ids)
+        self.pending, self.closed = [], False
+        drawn = self._prefill(ids, sampling)
+        for left in range(min(most, self.capacity - self.read), 0, -1):
+            token = int(drawn.tokens[0])
+            if token < 0:
+                raise RuntimeError(f"the logits at position {self.read} are not a distribution (NaN or all -inf).")
+            self.pending, self.closed = [token], token in stop_ids
+            yield token
+            if self.closed or left == 1:
+                return
+            self.pending = []
+            self.cache, drawn = _next(self.weights, self.cache, drawn.tokens, sampling, np.array([self.read + 1], np.int32))
+            self.read += 1
+
+    def _prefill(self, ids: list[int], sampling: Sampling) -> Drawn:
+        logits = None
+        while ids:
+            size = min(self.chunk, max(SMALLEST, 1 << (len(ids) - 1).bit_length()))
+            part, ids = ids[:size], ids[size:]
+            tokens, counts = np.zeros((1, size), np.int32), np.array([len(part)], np.int32)
+            tokens[0, : len(part)] = part
+            logits, self.cache = _read(self.weights, self.cache, tokens, counts)
+            self.read += len(part)
+        return _first(logits, sampling, np.array([self.read], np.int32))
+
+    def _check(self, ids: list[int]) -> None:
+        vocabulary = self.weights.config.vocab_size
+        if bad := [i for i in ids if not 0 <= i < vocabulary]:
+            raise ValueError(f"token ids hold {bad[0]}; they must lie in [0, {vocabulary}), the vocabulary.")
+        if not ids:
+            raise ValueError("there is nothing to read; give at least one token.")
+        if self.read + len(ids) >= self.capacity:
+            raise ValueError(
+                f"{self.read} tokens were read and {len(ids)} are new, which leaves no room for an answer in a context of {self.capacity}; "
+                "make it larger (--context)."
+            )
+
+
+@partial(jax.jit, donate_argnames=("cache",))
+def _read(weights, cache, tokens, counts):
+    step = prefill_chunk(weights, cache, tokens, counts)
+    return step.logits, step.cache
+
+
+_first = jax.jit(sample)
+
+
+@partial(jax.jit, donate_argnames=("cache",))
+def _next(weights, cache, token, sampling, position):
+    step = decode_step(weights, cache, token)
+    return step.cache, sample(step.logits, sampling, position)

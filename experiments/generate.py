@@ -1,0 +1,241 @@
+"""Continue a text, or talk with a model in the terminal; the answer is written as it comes.
+
+    python experiments/generate.py --run runs/20260101-120000-tiny --prompt "def "
+    python experiments/generate.py --hub Kimi-Linear-48B-A3B-Instruct --chat
+    python experiments/generate.py --preset tiny --random-weights --prompt "def "      # nonsense, to try it
+
+--prompt - reads the prompt from standard input. In a chat the cache is kept between turns and only what is new is read; Ctrl-C ends the
+answer, not the chat; /clear forgets the dialog, /exit or Ctrl-D ends it. Standard output holds the answers and nothing else.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+import signal
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from typing import Annotated, Any, Literal
+
+import tyro
+
+if not __package__:  # started as a file
+    sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
+
+from experiments.answering import Conversation
+from experiments.load_model import Loaded, chat_ids, has_chat, load_model, prompt_ids, stop_ids
+from moejax.data.dialog import render_dialog, special_id
+from moejax.infer.sampling import Sampling, make_sampling
+from moejax.infer.server_text import TextStream
+from moejax.train.run_config import configure_compile_cache
+
+CLEAR, EXIT = "/clear", "/exit"
+NAME = tyro.conf.arg(metavar="PATH")
+
+
+@dataclasses.dataclass(frozen=True)
+class Generate:
+    """Continue a text, or talk with a model in the terminal."""
+
+    run: Annotated[str | None, NAME] = None
+    """Folder of a training run; its newest checkpoint is used."""
+    hub: Annotated[str | None, NAME] = None
+    """Folder of published weights."""
+    preset: str | None = None
+    """Model size by name, or a JSON file that holds a ModelConfig; with --random-weights."""
+    random_weights: bool = False
+    """With --preset: weights that nobody trained."""
+    tokenizer: str | None = None
+    """A tokenizer file or folder, or "bytes". None: bytes for a run or a preset, the files beside the weights of --hub."""
+    keep_packed: bool = False
+    """With --hub: leave K3's experts in MXFP4, a quarter of the memory."""
+    prompt: str | None = None
+    """Text to continue; "-" reads it from standard input."""
+    chat: bool = False
+    """Talk, turn by turn."""
+    system: str | None = None
+    """With --chat: the system's message."""
+    max_new_tokens: int = 256
+    """Most tokens of an answer."""
+    temperature: float = 0.7
+    """0: always the likeliest token."""
+    top_k: int = 0
+    """Draw from so many likeliest tokens; 0: from all."""
+    top_p: float = 1.0
+    """Draw from the likeliest tokens that together have this probability."""
+    seed: int = 0
+    """The same seed draws the same answer."""
+    stop: tuple[str, ...] = ()
+    """Texts that end an answer and are not shown."""
+    context: int | None = None
+    """Tokens that prompt and answers may have together. None: as many as --prompt needs; 8192 for a chat."""
+    chunk: int = 512
+    """Prompt tokens read at once."""
+    state_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Storage of the KDA states."""
+    compile_cache: str = "auto"
+    """Folder that keeps compiled programs; "auto": as in experiments.pretrain, "none": keep nothing."""
+
+    def check(self) -> None:
+        """ValueError for settings that no model could serve, before one is read."""
+        if self.chat == (self.prompt is not None):
+            raise ValueError("give either --prompt TEXT to continue, or --chat to talk.")
+        if self.system is not None and not self.chat:
+            raise ValueError("--system is for --chat; a text to continue has no system's message.")
+        for name in ("max_new_tokens", "chunk", "context"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"--{name.replace('_', '-')} is {value}; it must be at least 1.")
+        if "" in self.stop:
+            raise ValueError("--stop holds an empty text, which is everywhere; leave it out.")
+        self.sampling()
+
+    def sampling(self) -> Sampling:
+        return make_sampling(1, temperature=self.temperature, top_k=self.top_k, top_p=self.top_p, seed=self.seed)
+
+
+class Interrupt:
+    """While it is entered, Ctrl-C sets `asked` instead of breaking into a step, whose cache would be lost; the second one does."""
+
+    def __enter__(self) -> Interrupt:
+        self.asked = False
+        self._before = signal.signal(signal.SIGINT, self._ask)
+        return self
+
+    def __exit__(self, *_) -> None:
+        signal.signal(signal.SIGINT, self._before)
+
+    def _ask(self, *_) -> None:
+        if self.asked:
+            raise KeyboardInterrupt
+        self.asked = True
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command line; -> the exit status: 0, 1 when a step failed, 2 for bad input, 130 when aborted."""
+    try:
+        config = tyro.cli(Generate, args=arguments, prog="python experiments/generate.py", description=__doc__)
+        return run(config)
+    except (ValueError, FileNotFoundError, ImportError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except RuntimeError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("aborted", file=sys.stderr)
+        return 130
+
+
+def run(config: Generate) -> int:
+    """One completion, or a chat."""
+    config.check()
+    configure_compile_cache(config.compile_cache)
+    loaded = load_model(
+        run=config.run,
+        hub=config.hub,
+        preset=config.preset,
+        random_weights=config.random_weights,
+        tokenizer=config.tokenizer,
+        keep_packed=config.keep_packed,
+    )
+    if hasattr(sys.stdout, "reconfigure"):
+        sys.stdout.reconfigure(errors="replace")  # type: ignore[attr-defined]  # a terminal that cannot show a character
+    return chat(config, loaded) if config.chat else complete(config, loaded)
+
+
+def complete(config: Generate, loaded: Loaded) -> int:
+    text = sys.stdin.read() if config.prompt == "-" else config.prompt or ""
+    ids = prompt_ids(loaded.tokenizer, text)
+    if not ids:
+        raise ValueError("the prompt has no tokens; give some text.")
+    capacity = config.context or len(ids) + config.max_new_tokens
+    conversation = Conversation(loaded, capacity=capacity, chunk=config.chunk, state_dtype=config.state_dtype)
+    with Interrupt() as interrupt:
+        _write(conversation, ids, config, loaded, stop_ids(loaded.tokenizer), interrupt)
+        return 130 if interrupt.asked else 0
+
+
+def chat(config: Generate, loaded: Loaded) -> int:
+    tokenizer = loaded.tokenizer
+    if not has_chat(tokenizer):
+        raise ValueError(f"{tokenizer!r} has no markers of a dialog's turns, so this model cannot chat; give --prompt.")
+    conversation = Conversation(loaded, capacity=config.context or 8192, chunk=config.chunk, state_dtype=config.state_dtype)
+    print(f"{CLEAR} forgets the dialog, {EXIT} or Ctrl-D ends it, Ctrl-C ends an answer.", file=sys.stderr)
+    for text in _lines():
+        if text == EXIT:
+            break
+        if text == CLEAR:
+            conversation.clear()
+            continue
+        message = {"role": "user", "content": text}
+        ids = turn_ids(tokenizer, message, config.system, first=conversation.empty, open_turn=not conversation.closed)
+        try:
+            with Interrupt() as interrupt:
+                _write(conversation, ids, config, loaded, stop_ids(tokenizer, chat=True), interrupt)
+        except ValueError as error:  # no room: the dialog is as it was
+            print(f"{error} {CLEAR} begins a new dialog.", file=sys.stderr)
+    return 0
+
+
+def turn_ids(tokenizer: Any, message: dict[str, str], system: str | None, *, first: bool, open_turn: bool) -> list[int]:
+    """What a turn adds to the dialog's ids: up to the assistant's marker.
+
+    open_turn: the last answer was cut short, so its turn must be ended first.
+    """
+    if first:
+        start = [] if system is None else [{"role": "system", "content": system}]
+        return chat_ids(tokenizer, [*start, message])
+    added = render_dialog([message], tokenizer, start=False).ids.tolist()
+    return [*([special_id(tokenizer, "turn_end")] if open_turn else []), *added, special_id(tokenizer, "assistant")]
+
+
+def _lines() -> Iterator[str]:
+    """What the user enters; Ctrl-C at the prompt begins a new line."""
+    while True:
+        try:
+            text = _input().strip()
+        except EOFError:
+            return
+        except KeyboardInterrupt:
+            print(f"\n{EXIT} or Ctrl-D ends the chat.", file=sys.stderr)
+            continue
+        if text:
+            yield text
+
+
+def _input() -> str:
+    print("> ", end="", file=sys.stderr, flush=True)
+    line = sys.stdin.readline()
+    if not line:
+        raise EOFError
+    return line
+
+
+def _write(conversation: Conversation, ids: Sequence[int], config: Generate, loaded: Loaded, stops: Sequence[int], interrupt) -> None:
+    """Write one answer to standard output, a whole character at a time, and how fast it came to standard error."""
+    stream, times = TextStream(loaded.tokenizer, config.stop), [time.perf_counter()]
+    for _ in conversation.answer(ids, most=config.max_new_tokens, sampling=config.sampling(), stop_ids=stops):
+        times.append(time.perf_counter())
+        if not conversation.closed:  # the token that ends a turn is no text
+            _show(stream.add(conversation.last))
+        if stream.stopped or interrupt.asked:
+            break
+    _show(stream.end() + "\n")
+    why = "interrupted" if interrupt.asked else "stop" if stream.stopped or conversation.closed else "length"
+    later = times[2:]  # between the first token and the second, the step may have been compiled
+    speed = f", {(len(later) - 1) / (later[-1] - later[0]):.1f} tokens/s after the second" if len(later) > 1 else ""
+    print(f"[{len(times) - 1} tokens, {why}; first after {times[1] - times[0]:.2f} s{speed}]", file=sys.stderr)
+
+
+def _show(text: str) -> None:
+    """To a terminal without control characters, which sampled text may hold: they could do anything there."""
+    if sys.stdout.isatty():
+        text = "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text)
+    sys.stdout.write(text)
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,217 @@
+"""A model to use, from a run folder, a published checkpoint or a preset: what generate.py and serve.py start from.
+
+V: vocabulary, N: tokens of a prompt.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from moejax import hub as published
+from moejax import presets
+from moejax.config import ModelConfig
+from moejax.counting import count_parameters
+from moejax.data import ByteTokenizer, load_tokenizer
+from moejax.data.dialog import render_dialog, special_id
+from moejax.modules.model import HybridLM
+from moejax.train.checkpoint import Checkpointer
+from moejax.train.optimizers import make_optimizer
+from moejax.train.run_config import load_run
+from moejax.train.state import init_state
+
+BYTES = "bytes"
+
+
+class Loaded(NamedTuple):
+    """What `load_model` gives: `model.apply(variables, tokenizer.encode(text)[None])`."""
+
+    model: HybridLM
+    variables: dict[str, Any]
+    """{"params", "router_state"} on the default device."""
+    tokenizer: Any
+    """ByteTokenizer or FileTokenizer."""
+
+
+def load_model(
+    *,
+    run: str | os.PathLike | None = None,
+    hub: str | os.PathLike | None = None,
+    preset: str | None = None,
+    random_weights: bool = False,
+    tokenizer: str | None = None,
+    seed: int = 0,
+    step: int | None = None,
+    on_damage: str = "raise",
+    keep_packed: bool = False,
+) -> Loaded:
+    """Model, weights and tokenizer from exactly one source, on the default device.
+
+    Args:
+      run: folder of `experiments.pretrain`; its newest whole checkpoint, or that of `step`.
+      hub: folder of published weights (`moejax.hub.load`). keep_packed: leave K3's experts in MXFP4.
+      preset: a name of `moejax.presets` or a JSON file with a ModelConfig, with random weights of `seed`; `random_weights` must say
+        that they are wanted.
+      tokenizer: "bytes", or a tokenizer file or folder. None: bytes for a run or a preset, the files beside the weights for `hub`.
+      step, on_damage: as in `Checkpointer.restore`.
+
+    Raises:
+      ValueError: no source or several, an option of another source, a model that does not fit into memory, a tokenizer with more
+        ids than the model, and what the loaders refuse. FileNotFoundError: nothing there.
+    """
+    sources = {"run": run, "hub": hub, "preset": preset}
+    given = [name for name, value in sources.items() if value is not None]
+    if len(given) != 1:
+        raise ValueError(f"{' and '.join(given) or 'no source'} given; name exactly one: a run folder, a hub folder or a preset.")
+    source = given[0]
+    _check_options(
+        source,
+        run={"step": step, "on_damage": None if on_damage == "raise" else on_damage},
+        hub={"keep_packed": keep_packed or None},
+        preset={"random_weights": random_weights or None, "seed": seed or None},
+    )
+    if preset is not None and not random_weights:
+        raise ValueError(f"preset {preset!r} has no weights: ask for random ones (random_weights=True, --random-weights), or name a run.")
+    read = None if tokenizer is None else _tokenizer(tokenizer)  # before the weights: it fails fast
+    if run is not None:
+        loaded = Loaded(*_from_run(run, step, on_damage), read or ByteTokenizer())
+    elif hub is not None:
+        read = read or _tokenizer_beside(hub)
+        checkpoint = published.load(hub, keep_packed=keep_packed)
+        variables = {"params": checkpoint.params, "router_state": checkpoint.router_state}
+        loaded = Loaded(HybridLM(checkpoint.config), variables, read)
+    else:
+        assert preset is not None
+        loaded = Loaded(*_random(preset, seed), read or ByteTokenizer())
+    have, needed = loaded.model.config.vocab_size, loaded.tokenizer.vocab_size
+    if needed > have:
+        raise ValueError(f"the tokenizer has {needed} ids, the model {have}; they do not belong together: name the model's own tokenizer.")
+    return loaded
+
+
+def prompt_ids(tokenizer: Any, text: str) -> list[int]:
+    """Text to go on with -> ids [N]: what the training text looks like, a bos before it where the tokenizer is ours (bytes, `train_bpe`).
+
+    Published tokenizers put nothing before a text by themselves, and special tokens spelled in the text are found.
+    """
+    if _is_ours(tokenizer):
+        return tokenizer.encode(text, bos=True, control_tokens=False).tolist()
+    return tokenizer.encode(text).tolist()
+
+
+def chat_ids(tokenizer: Any, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+    """Messages -> ids [N] that end where the assistant begins to write: bos, `render_dialog`, the assistant's marker.
+
+    ValueError: messages that `render_dialog` refuses, a tokenizer without its markers.
+    """
+    dialog = render_dialog(messages, tokenizer).ids.tolist()
+    return [special_id(tokenizer, "bos"), *dialog, special_id(tokenizer, "assistant")]
+
+
+def has_chat(tokenizer: Any) -> bool:
+    """Whether the tokenizer has the markers of a dialog."""
+    return all(_special(tokenizer, name) is not None for name in ("bos", "system", "user", "assistant", "tool_call", "turn_end"))
+
+
+def stop_ids(tokenizer: Any, *, chat: bool = False) -> tuple[int, ...]:
+    """The ids that end an answer: eos, and for a chat the end of the assistant's turn."""
+    ends = [getattr(tokenizer, "eos_id", None), _special(tokenizer, "turn_end") if chat else None]
+    return tuple(sorted({int(i) for i in ends if i is not None}))
+
+
+def _is_ours(tokenizer: Any) -> bool:
+    return _special(tokenizer, "bos") is not None and _special(tokenizer, "doc_sep") is not None
+
+
+def _special(tokenizer: Any, name: str) -> int | None:
+    try:
+        return special_id(tokenizer, name)
+    except ValueError:
+        return None
+
+
+def _check_options(source: str, **options: dict[str, Any]) -> None:
+    for owner, values in options.items():
+        set_here = [name for name, value in values.items() if value is not None]
+        if owner != source and set_here:
+            raise ValueError(f"{' and '.join(set_here)}: only for a model from {owner}, and this one comes from {source}; leave it out.")
+
+
+def _from_run(run: str | os.PathLike, step: int | None, on_damage: str) -> tuple[HybridLM, dict[str, Any]]:
+    """The whole state is read, for its checksums; moments stay in the host's memory and are dropped."""
+    config, model_config = load_run(str(run))
+    folder = pathlib.Path(run) / "checkpoint"
+    if not folder.is_dir():
+        raise FileNotFoundError(f"{os.fspath(run)} has no checkpoint yet (no folder {folder.name}/ in it); train it further.")
+    model, optimizer = HybridLM(model_config), make_optimizer(config.optimizer_config)
+    template = jax.eval_shape(lambda key: init_state(model, optimizer, key), jax.random.key(config.seed))
+    with jax.default_device(_host()):
+        state, _ = Checkpointer(folder).restore(template, step=step, on_damage=on_damage)
+        kept = jax.tree.map(np.asarray, {"params": state.params, "router_state": state.router_state})
+    del state
+    return model, jax.tree.map(jnp.asarray, kept)
+
+
+def _host() -> Any:
+    """The CPU device; None (the default) where JAX_PLATFORMS leaves none."""
+    try:
+        return jax.local_devices(backend="cpu")[0]
+    except RuntimeError:
+        return None
+
+
+def _random(preset: str, seed: int) -> tuple[HybridLM, dict[str, Any]]:
+    config = _preset(preset)
+    _check_memory(preset, config)
+    model = HybridLM(config)
+    # It runs once: on a CPU LLVM's optimiser would take longer than it saves.
+    options = {"xla_backend_optimization_level": 0} if jax.default_backend() == "cpu" else None
+    variables = jax.jit(lambda key: model.init(key, jnp.zeros((1, 1), jnp.int32)), compiler_options=options)(jax.random.key(seed))
+    return model, {"params": variables["params"], "router_state": variables.get("router_state", {})}
+
+
+def _preset(name: str) -> ModelConfig:
+    if not name.endswith(".json"):
+        return presets.get(name)
+    try:
+        return ModelConfig.from_dict(json.loads(pathlib.Path(name).read_text()))
+    except FileNotFoundError:
+        raise FileNotFoundError(f"the preset's file {name!r} does not exist.") from None
+    except (ValueError, TypeError, AttributeError) as error:
+        raise ValueError(f"{name!r} holds no ModelConfig: {error}") from None
+
+
+def _check_memory(name: str, config: ModelConfig) -> None:
+    device = jax.local_devices()[0]
+    if device.platform == "cpu":
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    else:
+        memory = (device.memory_stats() or {}).get("bytes_limit", 0)
+    parameters = count_parameters(config).total
+    needed = parameters * jnp.dtype(config.param_dtype).itemsize
+    if memory and needed > memory:
+        raise ValueError(
+            f"preset {name}: {parameters / 1e6:,.0f} million parameters need {needed / 2**30:,.0f} GiB, and the memory here is "
+            f"{memory / 2**30:,.1f} GiB; take a smaller one (python -m moejax.presets lists them)."
+        )
+
+
+def _tokenizer(name: str) -> Any:
+    return ByteTokenizer() if name == BYTES else load_tokenizer(name)
+
+
+def _tokenizer_beside(folder: str | os.PathLike) -> Any:
+    path = pathlib.Path(folder)
+    if not path.is_dir():
+        raise FileNotFoundError(f"{os.fspath(folder)} is no folder; give one with config.json and safetensors files.")
+    try:
+        return load_tokenizer(path)
+    except ValueError as error:
+        raise ValueError(f"{error} (the tokenizer option names one, or is {BYTES!r} for a model of bytes)") from None

@@ -1,0 +1,127 @@
+"""Serve a model over HTTP in the OpenAI shape, with continuous batching, on one process.
+
+    python experiments/serve.py --run runs/20260101-120000-tiny
+    python experiments/serve.py --hub Kimi-Linear-48B-A3B-Instruct --slots 32 --capacity 131072
+    python experiments/serve.py --preset tiny --random-weights            # nonsense, to try the server
+    curl localhost:8000/v1/completions -d '{"model": "tiny", "prompt": "def ", "max_tokens": 64, "stream": true}'
+
+GET /v1/models, /healthz and /metrics tell what it has, whether it takes requests, and how it fares. Ctrl-C and SIGTERM let streams
+finish (--grace), then end it with status 0. Needs pip install 'moejax[serve]'.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import pathlib
+import sys
+from typing import Literal
+
+import tyro
+
+if not __package__:  # started as a file: its folder is on the path, and the one above it is not
+    sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
+
+from experiments.load_model import chat_ids, has_chat, load_model, prompt_ids, stop_ids
+from moejax.infer.engine import Engine
+from moejax.train.run_config import configure_compile_cache
+
+
+@dataclasses.dataclass(frozen=True)
+class Serve:
+    """Serve a model over HTTP in the OpenAI shape, with continuous batching, on one process."""
+
+    run: str | None = None
+    """Folder of a training run; its newest checkpoint is served."""
+    hub: str | None = None
+    """Folder of published weights."""
+    preset: str | None = None
+    """Model size by name, or a JSON file that holds a ModelConfig; with --random-weights."""
+    random_weights: bool = False
+    """With --preset: weights of --seed that nobody trained."""
+    seed: int = 0
+    """Of the random weights."""
+    tokenizer: str | None = None
+    """A tokenizer file or folder, or "bytes". None: bytes for a run or a preset, the files beside the weights of --hub."""
+    keep_packed: bool = False
+    """With --hub: leave K3's experts in MXFP4, a quarter of the memory."""
+    name: str | None = None
+    """What requests call the model. None: the folder's or preset's name."""
+    host: str = "127.0.0.1"
+    """Address to listen on. There is no key and no encryption: other than the loopback only behind something that has both."""
+    port: int = 8000
+    """0: any free one."""
+    slots: int = 8
+    """Answers that are decoded at once."""
+    capacity: int = 4096
+    """Tokens of a request, prompt and answer together."""
+    chunk: int = 512
+    """Prompt tokens read in one step."""
+    max_queue: int = 256
+    """Requests that may wait for a slot; beyond it a request gets a 429."""
+    state_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Storage of the KDA states."""
+    grace: float = 30.0
+    """Seconds that running answers have to finish after SIGTERM or Ctrl-C."""
+    compile_cache: str = "auto"
+    """Folder that keeps compiled programs; "auto": as in experiments.pretrain, "none": keep nothing."""
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command line; -> the exit status: 0, 1 when the engine failed, 2 for bad input, 130 when aborted before serving."""
+    try:
+        return serve(tyro.cli(Serve, args=arguments, prog="python -m experiments.serve", description=__doc__))
+    except (ValueError, FileNotFoundError, ImportError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("aborted", file=sys.stderr)
+        return 130
+
+
+def serve(config: Serve) -> int:
+    """Load, compile, listen; back when a signal has ended it."""
+    from moejax.infer.server import create_app  # here, so that --help needs neither starlette nor uvicorn
+    from moejax.infer.server_run import HttpServer
+
+    configure_compile_cache(config.compile_cache)
+    loaded = load_model(
+        run=config.run,
+        hub=config.hub,
+        preset=config.preset,
+        random_weights=config.random_weights,
+        tokenizer=config.tokenizer,
+        seed=config.seed,
+        keep_packed=config.keep_packed,
+    )
+    tokenizer = loaded.tokenizer
+    engine = Engine(
+        loaded.model,
+        loaded.variables,
+        slots=config.slots,
+        capacity=config.capacity,
+        chunk=config.chunk,
+        max_queue=config.max_queue,
+        state_dtype=config.state_dtype,
+    )
+    name = config.name or pathlib.Path(config.run or config.hub or config.preset or "").absolute().stem
+    app = create_app(
+        engine,
+        tokenizer,
+        model_name=name,
+        encode=functools.partial(prompt_ids, tokenizer),
+        render=functools.partial(chat_ids, tokenizer) if has_chat(tokenizer) else None,
+        stop_ids=stop_ids(tokenizer),
+        chat_stop_ids=stop_ids(tokenizer, chat=True),
+    )
+    server = HttpServer(app, host=config.host, port=config.port, grace=config.grace)  # before the compile: a port in use fails fast
+    print("compiling", file=sys.stderr, flush=True)
+    engine.warm_up()
+    print(f"serving {name} at {server.url}", flush=True)
+    status = server.run()
+    print("ended" if status == 0 else "ended: the engine failed", file=sys.stderr, flush=True)
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())

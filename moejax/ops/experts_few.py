@@ -1,0 +1,228 @@
+"""Routed experts for a decoding batch: a few tokens, so that reading weights is the cost and not arithmetic.
+
+Kimi K3 report section 2.3, eq. 11-13. `expert_mlp` walks sorted blocks in a loop, one block after the other: right for
+thousands of tokens, but with one token an expert each turn reads one expert and waits for a handful of launches.
+
+Shapes: N tokens, k experts a token, E experts, L width the experts work in, F expert hidden width, A = N * k assignments.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from moejax.kernels.common import accumulation_dtype
+from moejax.kernels.varying import match_varying
+from moejax.ops.activations import situ_glu
+from moejax.ops.experts import PackedExperts, check_expert_mlp, num_experts, sort_by_expert
+from moejax.ops.mxfp4 import mxfp4_decode
+
+FORMS = ("gather", "all", "slots")
+GATHER_COST = 1.5  # time of a gathered matrix over one of a batched product: 22 against 15 us (66 MB), 4.1 against 3.4 (14 MB)
+MOST_TOKENS = 128  # of "all": N operations a byte of bfloat16 weights; an H200 does 165 in the time it reads one
+LEAST_SLOTS = 32
+TEMPORARY_BYTES = 2**30  # of gathered or decoded matrices, or of all experts' hidden rows
+
+
+class FormChoice(NamedTuple):
+    """Which form runs, and why."""
+
+    name: str
+    reason: str
+
+
+def few_token_experts(x, experts, weights, w_gate, w_up, w_down, *, activation=situ_glu, mask=None, form=None) -> jax.Array:
+    """`expert_mlp` for up to about a thousand tokens: the same result in a few large products.
+
+    Each expert's output is rounded to x's dtype, then weighted and summed over k in float32 (float64 for float64), then
+    rounded. No token is dropped. Meant for decoding: use expert_mlp where gradients are wanted.
+
+    Args:
+      x: [N,L].
+      experts: [N,k] int32 in 0..E-1; weights: [N,k] float32, their factors.
+      w_gate, w_up: [E,L,F]; w_down: [E,F,L]; in x's dtype. Or all three PackedExperts (MXFP4): what one step multiplies is
+        decoded to x's dtype, at most TEMPORARY_BYTES at a time.
+      activation: a function of (gate, up), both [...,F], that works on each row by itself.
+      mask: [N] bool or None; False tokens (idle slots) are never read, have no experts and give 0.
+      form: "gather" (each assignment's matrices are gathered), "all" (every expert on every token), "slots" (every expert
+        on the tokens that chose it, in rounds until the longest queue is served), or None: see few_token_form.
+
+    Returns:
+      [N,L] in x's dtype.
+
+    Raises:
+      ValueError: shapes or dtypes that do not fit, or an unknown form.
+    """
+    check_expert_mlp(x, experts, weights, w_gate, w_up, w_down, mask)
+    N, k = experts.shape
+    form = few_token_form(N, k, num_experts(w_gate), form=form).name
+    arguments = (x, experts, weights, (w_gate, w_up, w_down), mask)
+    arrays = jax.tree.leaves(arguments)
+    arguments: Any = jax.tree.map(lambda a: match_varying(a, *arrays), arguments)
+    x, experts, weights, matrices, mask = arguments
+    if mask is not None:
+        x, experts = jnp.where(mask[:, None], x, 0), jnp.where(mask[:, None], experts, 0)
+        weights = jnp.where(mask[:, None], weights, 0)
+    weights = weights.astype(accumulation_dtype(x, weights))
+    if form == "slots":
+        total = _slots(x, experts, weights, matrices, mask, activation)
+    else:
+        run, rows = (_gather, _gather_rows) if form == "gather" else (_all, _all_rows)
+        most = rows(x, experts, matrices)
+        total = _in_rounds(lambda x, e, w: run(x, e, w, matrices, activation), most, x, experts, weights)
+    return (total if mask is None else jnp.where(mask[:, None], total, 0)).astype(x.dtype)
+
+
+def few_token_form(tokens: int, k: int, experts: int, *, form: str | None = None) -> FormChoice:
+    """What `few_token_experts(form=...)` runs for static sizes N, k, E, and why.
+
+    The rule counts bytes of weights, in units of one expert: "gather" reads N k, at two thirds of the rate, "all" E, whatever
+    the routing. "all" also does N operations for each byte, so above 128 tokens "slots" takes its place, which does about
+    2 N k / E at the price of a sort and of a loop whose end the host must learn.
+
+    Milliseconds on an H200, bfloat16, 256 experts of 14 MB, k 8, for expert_mlp, gather, all, slots (reading the chosen
+    experts once takes 0.09, 0.47, 0.74, 0.76 ms):
+      N = 4: 1.41, 0.16, 0.86, 1.06; N = 32: 5.45, 1.03, 0.91, 1.28; N = 128: 8.74, -, 1.11, 1.25; N = 1024: 12.0, -, 7.70, 1.57.
+    Command: python experiments/bench/experts_few.py
+
+    Raises:
+      ValueError: an unknown form.
+    """
+    if form is not None:
+        if form not in FORMS:
+            raise ValueError(f"form={form!r}; known: {', '.join(FORMS)}, or None to choose.")
+        return FormChoice(form, "it was named")
+    if GATHER_COST * tokens * k < experts:
+        return FormChoice("gather", f"{GATHER_COST} x {tokens} tokens x {k} are less than {experts} experts")
+    if tokens <= MOST_TOKENS:
+        return FormChoice("all", f"{GATHER_COST} x {tokens} tokens x {k} are {experts} experts or more")
+    return FormChoice("slots", f"{tokens} tokens are more than {MOST_TOKENS}")
+
+
+def _in_rounds(run, rows, x, experts, weights):
+    """run(x, experts, weights) on at most `rows` tokens at a time; the last round is filled with tokens of weight 0."""
+    N = x.shape[0]
+    if rows >= N:
+        return run(x, experts, weights)
+    rounds = -(-N // rows)
+    rows = -(-N // rounds)
+    cut = (jnp.pad(a, ((0, rounds * rows - N), (0, 0))).reshape(rounds, rows, -1) for a in (x, experts, weights))
+    return lax.map(lambda round: run(*round), tuple(cut)).reshape(rounds * rows, -1)[:N]
+
+
+def _expert_bytes(matrices, itemsize) -> int:
+    """Of one expert, decoded."""
+    values = sum(a.size * (2 if isinstance(w, PackedExperts) else 1) for w in matrices for a in jax.tree.leaves(w)[:1])
+    return values // num_experts(matrices[0]) * itemsize
+
+
+def _gather_rows(x, experts, matrices) -> int:
+    return max(TEMPORARY_BYTES // (experts.shape[1] * _expert_bytes(matrices, x.dtype.itemsize)), 1)
+
+
+def _gather(x, experts, weights, matrices, activation):
+    """Each assignment multiplies one row by its own matrices."""
+    N, k = experts.shape
+    flat, rows = experts.reshape(-1), jnp.repeat(x, k, axis=0)
+    hidden = activation(_gathered_product(rows, matrices[0], flat), _gathered_product(rows, matrices[1], flat))
+    out = _gathered_product(hidden, matrices[2], flat).reshape(N, k, -1)
+    # not column by column, which XLA draws into the product: one token then takes 0.35 ms instead of 0.09
+    return jnp.sum(out.astype(weights.dtype) * weights[..., None], axis=1)
+
+
+def _gathered_product(rows, w, experts):
+    """[A,in] by matrices [in,out] of `experts` [A] -> [A,out], as a sum of products: XLA reads the matrices where they lie.
+
+    A batched matmul takes a gathered copy instead, three times the bytes: on an H200, for 32 experts of 66 MB, 1.6 ms against
+    0.7 here (0.4 at the card's bandwidth).
+    """
+    dtype = accumulation_dtype(rows)
+    chosen = _decoded(jax.tree.map(lambda a: a[experts], w), rows.dtype)
+    return jnp.sum(rows[:, :, None].astype(dtype) * chosen.astype(dtype), axis=1).astype(rows.dtype)
+
+
+def _all_rows(x, experts, matrices) -> int:
+    (F, L), E = _widths(matrices[2]), num_experts(matrices[0])
+    return max(TEMPORARY_BYTES // (E * (2 * F + 2 * L) * x.dtype.itemsize), 1)
+
+
+def _all(x, experts, weights, matrices, activation):
+    """[E,N,L] by [E,L,F], and back; then a token's rows are read. Rows it did not choose may hold anything."""
+    N, L = x.shape
+    E = num_experts(matrices[0])
+    out = _batched(jnp.broadcast_to(x, (E, N, L)), matrices, activation)
+    row = experts * N + jnp.arange(N, dtype=jnp.int32)[:, None]
+    return _sum(out.reshape(E * N, L), row, weights)
+
+
+def slots_per_round(tokens: int, k: int, experts: int) -> int:
+    """Twice the mean queue of an expert, as a power of two from LEAST_SLOTS on, at most N."""
+    mean = -(-tokens * k // experts)
+    return min(max(1 << (2 * mean - 1).bit_length(), LEAST_SLOTS), tokens)
+
+
+def _slots(x, experts, weights, matrices, mask, activation):
+    """Every expert serves `slots` of its tokens a round. One round does unless the routing is far from even."""
+    (N, L), k, E = x.shape, experts.shape[1], num_experts(matrices[0])
+    slots = slots_per_round(N, k, E)
+    rows = sort_by_expert(experts, mask, E)
+    first = jnp.cumsum(rows.sizes, dtype=jnp.int32) - rows.sizes
+    turn = rows.row - first[experts]  # [N,k] place in the expert's queue
+
+    def serve(index, total):
+        at = first[:, None] + index * slots + jnp.arange(slots, dtype=jnp.int32)
+        token = rows.order[jnp.minimum(at, N * k - 1)] // k  # behind a queue's end: other tokens, whose output nobody reads
+        out = _batched(x[token], matrices, activation)
+        served = turn // slots == index
+        row = jnp.where(served, experts * slots + turn % slots, 0)
+        return total + _sum(out.reshape(E * slots, L), row, jnp.where(served, weights, 0), served)
+
+    zero = match_varying(jnp.zeros((N, L), weights.dtype), x, experts, weights)
+    rounds = -(-rows.sizes.max() // slots)
+    return lax.fori_loop(jnp.zeros_like(rounds), rounds, serve, zero)
+
+
+def _batched(rows, matrices, activation):
+    """rows [E,n,L] through their experts. Packed experts are decoded a group at a time."""
+    if not isinstance(matrices[0], PackedExperts):
+        return _mlp(rows, matrices, activation)
+    E = rows.shape[0]
+    most = max(TEMPORARY_BYTES // _expert_bytes(matrices, rows.dtype.itemsize), 1)
+    group = next(g for g in range(min(most, E), 0, -1) if E % g == 0)
+
+    if group == E:
+        return _mlp(rows, matrices, activation)
+    parts = jax.tree.map(lambda a: a.reshape(E // group, group, *a.shape[1:]), (rows, matrices))
+    return lax.map(lambda part: _mlp(part[0], part[1], activation), parts).reshape(rows.shape)
+
+
+def _widths(w) -> tuple[int, int]:
+    """(in, out) of one matrix."""
+    if isinstance(w, PackedExperts):
+        return 2 * w.codes.shape[2], w.codes.shape[1]
+    return w.shape[1], w.shape[2]
+
+
+def _decoded(w, dtype):
+    """[...,in,out] in dtype of an array or PackedExperts, whose rows are outputs."""
+    return jnp.swapaxes(mxfp4_decode(*w, dtype=dtype), -1, -2) if isinstance(w, PackedExperts) else w
+
+
+def _mlp(rows, matrices, activation):
+    """[b,n,L] through [b,L,F], [b,L,F], [b,F,L], or packed ones."""
+    w_gate, w_up, w_down = (_decoded(w, rows.dtype) for w in matrices)
+    return _product(activation(_product(rows, w_gate), _product(rows, w_up)), w_down)
+
+
+def _product(a, b):
+    return jnp.matmul(a, b, preferred_element_type=accumulation_dtype(a, b)).astype(a.dtype)
+
+
+def _sum(values, row, weights, used=None):
+    """Rows `row` [N,k] of values times weights [N,k], summed over k in the weights' dtype; unused ones may be NaN."""
+    total = jnp.zeros((row.shape[0], values.shape[1]), weights.dtype)
+    for column in range(row.shape[1]):
+        part = values[row[:, column]].astype(weights.dtype) * weights[:, column, None]
+        total = total + (part if used is None else jnp.where(used[:, column, None], part, 0))
+    return total
