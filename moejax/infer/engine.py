@@ -95,7 +95,7 @@ class Engine:
           model, variables: see `moejax.infer.prepare`. With `weights=prepare(model, variables)`, made once for several engines,
             `variables` is not read and may be None.
           slots: answers at a time, the batch of a decoding step.
-          capacity: most tokens of a request, prompt and answer together. Each slot has room for them (rounded up to whole chunks).
+          capacity: most tokens of a request, prompt and answer together. Each slot has room for them.
           chunk: prompt tokens a step: more is faster to the first token, and holds up the other answers for longer. Prompts are padded
             to whole chunks.
           max_queue: requests that may wait for a slot.
@@ -120,8 +120,6 @@ class Engine:
         self.return_experts = return_experts
         self._weights = prepare(model, variables or {}, dtype=dtype) if weights is None else weights
         self._state_dtype = state_dtype
-        self._room = -(-self.capacity // self.chunk) * self.chunk  # chunks start at multiples of their size: none crosses the end
-        self._sizes = device.view_sizes(self._room, self.chunk)
         self._lock = threading.Lock()
         self._stepping = threading.Lock()
         self._ids = itertools.count()
@@ -194,8 +192,7 @@ class Engine:
                 raise RuntimeError("warm_up was called while requests run; call it before the first one.")
             for _ in range(2):  # on a mesh the first round leaves the cache as XLA spread it, for which the second compiles
                 self._clear(0)
-                for size in self._sizes:
-                    self._run_chunk(0, np.zeros(self.chunk, np.int32), 0, size)
+                self._run_chunk(0, np.zeros(self.chunk, np.int32), 0)
                 self._run_token(np.zeros(self.slots, bool))
             jax.block_until_ready(self._cache)
 
@@ -217,7 +214,7 @@ class Engine:
 
     def _allocate(self) -> None:
         if self._cache is None:
-            self._last, self._cache = device.empty_slots(self._weights, self.slots, self._room, self._state_dtype)
+            self._last, self._cache = device.empty_slots(self._weights, self.slots, self.capacity, self._state_dtype)
 
     @contextlib.contextmanager
     def _alone(self, name: str):
@@ -232,7 +229,7 @@ class Engine:
         self._allocate()
         self._cache = device.clear_slot(self._cache, np.int32(slot))
 
-    def _run_chunk(self, slot: int, tokens: np.ndarray, count: int, size: int) -> tuple[Any, Any]:
+    def _run_chunk(self, slot: int, tokens: np.ndarray, count: int) -> tuple[Any, Any]:
         self._cache, self._last, packed, experts = device.prefill_slot(
             self._weights,
             self._cache,
@@ -241,7 +238,6 @@ class Engine:
             np.int32(slot),
             tokens,
             np.int32(count),
-            size=size,
             return_experts=self.return_experts,
         )
         return packed, experts
@@ -294,8 +290,7 @@ class Engine:
         part = prompt[start : start + self.chunk]
         tokens = np.zeros(self.chunk, np.int32)
         tokens[: len(part)] = part
-        size = next(size for size in self._sizes if size >= start + self.chunk)
-        packed, experts = self._run_chunk(index, tokens, len(part), size)
+        packed, experts = self._run_chunk(index, tokens, len(part))
         slot.read += len(part)
         if slot.decoding:
             slot.drawn, slot.ticket.state = 1, "decode"

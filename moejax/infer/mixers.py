@@ -77,8 +77,7 @@ def mla_chunk(x, weights: MLAWeights, cache: LatentCache, starts, counts, rows=N
     q, latent, shared_key = mla_project(x, weights, **_positions(config, at))
     cache = _append(cache, latent, shared_key, jnp.where(new, at, cache.latent.shape[1]), rows)
     k_up, v_up = weights.k_up.astype(x.dtype), weights.v_up.astype(x.dtype)
-    read = cache if rows is None else LatentCache(*(part[rows] for part in cache))
-    heads = cached_latent_attention(q, *read, k_up, v_up, starts=starts, counts=counts)
+    heads = cached_latent_attention(q, *cache, k_up, v_up, starts=starts, counts=counts, rows=rows)
     return mla_output(heads, x, weights), cache
 
 

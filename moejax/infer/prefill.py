@@ -48,7 +48,8 @@ def prefill(
       cache: of `init_cache`, B rows; row b goes on at cache.lengths[b].
       counts: [B] tokens of each row, 0 to T; None: T each. A row with 0 stays as it is.
       chunk: tokens a row and call. Larger chunks are faster until the card is full, and take more memory: about 50 x D bytes a token
-        and row for a block of 12 layers. One compile for each shape [B,chunk].
+        and row for a block of 12 layers. One compile for each shape [B,chunk]; prompts
+        shorter than a chunk take the next power of two.
       return_experts: also return the routed experts.
 
     Raises:
@@ -57,7 +58,7 @@ def prefill(
     tokens = np.asarray(tokens)
     counts = _checked(weights, tokens, cache, counts, chunk)
     rows, length = tokens.shape
-    chunk = min(chunk, max(int(counts.max()), 1))
+    chunk = min(chunk, 1 << (max(int(counts.max()), 1) - 1).bit_length())  # short prompts: few compiles, a power of two each
     logits, experts = None, []
     for start in range(0, max(int(counts.max()), 1), chunk):
         part = np.zeros((rows, chunk), np.int32)
@@ -79,13 +80,13 @@ def prefill_chunk(weights: Weights, cache: HybridCache, tokens, counts, *, rows=
     """One chunk, as a pure function for jit: tokens [B,T] int32, of row b the first counts[b] (int32 [B]) appended to the cache.
 
     rows: int32 [N] or None; tokens [N,T] and counts [N] then belong to these rows of the cache, which must differ, and the work is
-    that of N rows, whatever the cache has. Not under a mesh, whose devices hold rows of their own.
+    that of N rows, whatever the cache has. Not under a mesh that cuts rows, whose devices hold rows of their own.
 
     No value is checked, so that all may be traced: the caller sees to it that lengths + counts stay within the capacity.
     Donate the cache to the jit around it, or each call copies all of it.
     """
-    if rows is not None and weights.parallel is not None:
-        raise ValueError("rows and a mesh exclude each other: give tokens for every row, with count 0 where there is nothing to read.")
+    if rows is not None and weights.parallel is not None and weights.parallel.size("batch") > 1:
+        raise ValueError("rows and a mesh that cuts rows exclude each other: give tokens for every row, with count 0 where there are none.")
     mask = jnp.arange(tokens.shape[1], dtype=jnp.int32) < counts[:, None]
     layers = list(cache.layers)
     config = weights.config

@@ -105,11 +105,11 @@ def prepare(model: HybridLM, variables: Mapping[str, Any], *, dtype: str | None 
     if model.parallel is not None:
         model.parallel.check(config)
         parallel = dataclasses.replace(model.parallel, rules=dataclasses.replace(model.parallel.rules, time=None))
-    convert = jax.jit(partial(_take_apart, config=config, dtype=dtype))
-    embedding, layers, output_query, final_norm, head = convert(variables["params"], variables.get("router_state", {}))
-    return Weights(embedding, layers, output_query, final_norm, head, config, dtype, parallel)
+    parts = _take_apart(variables["params"], variables.get("router_state", {}), config=config, dtype=dtype)
+    return Weights(*parts, config, dtype, parallel)
 
 
+@partial(jax.jit, static_argnames=("config", "dtype"))
 def _take_apart(params, router_state, *, config: ModelConfig, dtype: str):
     cast = partial(_cast, dtype=jnp.dtype(dtype))
     layers = []

@@ -1,6 +1,7 @@
 """Pure functions of arrays: everything the modules compute. See each function's docstring for shapes and errors."""
 
 from moejax.kernels.grouped_matmul import grouped_matmul
+from moejax.kernels.latent_decode import latent_decode
 
 from .activations import situ_glu, swiglu
 from .attention import attention
@@ -40,6 +41,7 @@ from .experts import (
     latent_moe,
     router_logits,
 )
+from .experts_few import few_token_experts, few_token_form
 from .histogram import expert_load
 from .kda import gated_kda, kda, kda_decode, kda_gate, kda_implementation
 from .kda_layer import KDAState, KDAWeights, kda_layer
@@ -51,11 +53,12 @@ from .mla import (
     mla_output,
     mla_project,
 )
+from .mla_prefill import cached_latent_attention, prefill_implementation
 from .mxfp4 import mxfp4_decode, mxfp4_encode, mxfp4_fake_quant
 from .norms import rms_norm
 from .rotary import positions_from_segments, rotary
 from .routing import Routing, route
-from .short_conv import short_conv
+from .short_conv import short_conv, short_conv_step
 
 __all__ = [
     "BALANCE_RULES",
@@ -76,6 +79,7 @@ __all__ = [
     "aux_loss",
     "balance_rule",
     "bias_from_histogram",
+    "cached_latent_attention",
     "centre",
     "combine_statistics",
     "depth_attention",
@@ -84,6 +88,8 @@ __all__ = [
     "ema_bias",
     "expert_load",
     "expert_mlp",
+    "few_token_experts",
+    "few_token_form",
     "gated_kda",
     "gated_mla",
     "gated_mlp",
@@ -94,6 +100,7 @@ __all__ = [
     "kda_implementation",
     "kda_layer",
     "latent_attention",
+    "latent_decode",
     "latent_moe",
     "load_metrics",
     "load_quantile_bias",
@@ -105,6 +112,7 @@ __all__ = [
     "mxfp4_encode",
     "mxfp4_fake_quant",
     "positions_from_segments",
+    "prefill_implementation",
     "quantile_bias",
     "rms_norm",
     "rotary",
@@ -112,6 +120,7 @@ __all__ = [
     "router_logits",
     "router_statistics",
     "short_conv",
+    "short_conv_step",
     "sign_bias",
     "situ_glu",
     "swiglu",

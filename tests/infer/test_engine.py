@@ -216,31 +216,15 @@ def test_warm_up_leaves_no_trace_and_needs_peace(served):
         engine.warm_up()
 
 
-def test_long_slots_are_read_as_far_as_they_are_filled(served, monkeypatch):
-    """The row a chunk gets has 32, then all 96 latents: the same answer up to rounding, the same bits in any slot."""
-    monkeypatch.setattr(device, "LEAST_VIEW", 32)
-    assert device.view_sizes(96, 16) == (32, 96) and device.view_sizes(16, 16) == (16,)
-    engine, request = served.engine(2), ask(0, 90, 6)
-    other = engine.submit(ask(1, 30, 60))
-    tokens, log_probs = answer(engine, request)
-    assert other.state == "done"
-    assert (tokens, log_probs) == answer(engine, request)
-    want = served.solo(request, 2)
-    assert tokens == want[0]
-    np.testing.assert_allclose(log_probs, want[1], atol=1e-5)
-    monkeypatch.undo()
-    assert device.view_sizes(2**20, 512) == (4096, 2**14, 2**16, 2**18, 2**20)
-
-
-def test_a_chunk_copies_its_view_and_not_the_cache(served):
-    """At 2 slots of 65536 tokens the cache is 10 MB; a chunk over 4096 of them needs less than 2 MB beside it, and writes in place."""
+def test_a_chunk_copies_no_row_of_the_cache(served):
+    """At 2 slots of 65536 tokens the cache is 10 MB; a chunk needs less than 2 MB beside it, and writes in place."""
     config = served.model.config.replace(pattern="M", layers=1, dense_layers=1)
     model, key, tokens = HybridLM(config), jax.random.key(0), jnp.zeros((1, 1), jnp.int32)
     weights, cache = jax.eval_shape(lambda: (prepare(model, model.init(key, tokens)), init_cache(config, 2, 65536, dtype="float32")))
     total = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(cache))
     number = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.int32)
     operands = (weights, cache, number(2), make_sampling(2), number(), number(CHUNK), number())
-    memory = device.prefill_slot.lower(*operands, size=4096, return_experts=False).compile().memory_analysis()
+    memory = device.prefill_slot.lower(*operands, return_experts=False).compile().memory_analysis()
     assert total > 10e6 and memory.alias_size_in_bytes >= total
     assert memory.temp_size_in_bytes < 2e6
 
@@ -501,4 +485,6 @@ def test_a_full_slot(served):
     tickets = [engine.submit(ask(0, length, CAPACITY - 3 - length)) for length in (CAPACITY - 4, 80, 81, 1)]
     engine.run()
     for ticket in tickets:
-        assert ticket.finish_reason == "length" and said(ticket) == served.solo(ticket.request, 1)
+        tokens, log_probs = served.solo(ticket.request, 1)
+        assert ticket.finish_reason == "length" and ticket.tokens == tokens
+        np.testing.assert_allclose(ticket.log_probs, log_probs, atol=1e-5)  # another capacity is another program

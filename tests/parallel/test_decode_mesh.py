@@ -83,7 +83,7 @@ def test_a_mesh_gives_the_numbers_of_one_device(variables, alone, shape):
 def test_what_a_mesh_cannot_do_is_said(variables):
     mesh = make_mesh(MeshConfig(data=2, expert=2, tensor=2))
     weights = prepare(HybridLM(CONFIG, parallel=ModelParallel(mesh)), variables)
-    with pytest.raises(ValueError, match="rows and a mesh exclude each other"):
+    with pytest.raises(ValueError, match="rows and a mesh that cuts rows exclude each other"):
         prefill_chunk(weights, init_cache(CONFIG, 8, 32, dtype="float32"), TOKENS[:1, :8], COUNTS[:1], rows=jnp.array([3]))
     with pytest.raises(ValueError, match="6 rows.*4"):
         prefill(weights, TOKENS[:6], init_cache(CONFIG, 6, 32, dtype="float32"))
