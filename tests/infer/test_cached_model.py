@@ -17,12 +17,20 @@ TOKENS = np.random.default_rng(0).integers(1, 64, (4, LENGTH)).astype(np.int32)
 step = jax.jit(decode_step, donate_argnames="cache", static_argnames="return_experts")
 
 
+def first_values(path, leaf):
+    """Norms around 1, gate biases as after initialisation, everything else around 0."""
+    name = path[-1].key
+    value = 1.0 if "norm" in name or name == "weight" else -4.0 if name == "dt_bias" else 0.0
+    return jnp.full(leaf.shape, value, leaf.dtype)
+
+
 def made(config, noisy):
     """A model, its variables with noise and a skewed selection bias, the logits of TOKENS without a cache, and the jitted forward."""
     model = HybridLM(config)
-    variables = jax.jit(model.init)(jax.random.key(0), jnp.zeros((1, 1), jnp.int32))
-    bias = jax.tree.map(lambda b: 0.2 * jax.random.normal(jax.random.key(3), b.shape), variables["router_state"])
-    variables = {"params": noisy(variables["params"], jax.random.key(1), 0.2), "router_state": bias}
+    shapes = jax.eval_shape(model.init, jax.random.key(0), jnp.zeros((1, 1), jnp.int32))
+    start = jax.tree_util.tree_map_with_path(first_values, shapes)  # as init would, without its compile
+    bias = jax.tree.map(lambda b: 0.2 * jax.random.normal(jax.random.key(3), b.shape), start["router_state"])
+    variables = {"params": noisy(start["params"], jax.random.key(1), 0.2), "router_state": bias}
     forward = jax.jit(model.apply)
     return model, variables, np.asarray(forward(variables, TOKENS)), forward
 
@@ -47,7 +55,8 @@ def decoded(weights, start, tokens, **options):
 
 
 def assert_close(actual, expected, tolerance):
-    assert np.abs(np.asarray(actual, np.float64) - expected).max() <= tolerance * np.abs(expected).max()
+    error = np.abs(np.asarray(actual, np.float64) - expected).max() / np.abs(expected).max()
+    assert error <= tolerance, error
 
 
 def empty(weights, rows=4):
@@ -155,25 +164,20 @@ def test_bfloat16(toy):
     start = prefill(weights, TOKENS[:, :61], empty(weights), chunk=64)
     logits, _ = decoded(weights, start, TOKENS[:, 61:])
     assert_close(logits, expected[:, 61:], 1e-2)
-
-
-def test_bfloat16_states_are_half_the_bytes_and_close(case, weights):
-    cache = init_cache(weights.config, 4, CAPACITY, dtype="float32", state_dtype="bfloat16")
-    start = prefill(weights, TOKENS[:, :61], cache, chunk=64)
-    logits, last = decoded(weights, start, TOKENS[:, 61:])
-    assert last.cache.layers[0].recurrent.dtype == jnp.bfloat16
-    # Root mean squares: a rounded state also flips the routing of a token here and there, which moves single logits more.
-    off, size = (np.sqrt(np.mean(np.square(part))) for part in (logits - case[2][:, 61:], case[2][:, 61:]))
-    assert 1e-6 < off / size < 1e-2, off / size
-    wide, narrow = (cache_bytes(weights.config, 4, CAPACITY, dtype="float32", state_dtype=kind) for kind in ("float32", "bfloat16"))
-    assert narrow.recurrent * 2 == wide.recurrent and narrow.latent == wide.latent
-    assert narrow.total == sum(leaf.nbytes for leaf in jax.tree.leaves(last.cache.layers))
+    # States stored in bfloat16 too: half their bytes, one rounding a token more (1.2% here; alone: tests/kernels/test_kda_decode.py).
+    cache = init_cache(config, 4, CAPACITY, state_dtype="bfloat16", dtype="bfloat16")
+    narrow, last = decoded(weights, prefill(weights, TOKENS[:, :61], cache, chunk=64), TOKENS[:, 61:])
+    assert_close(narrow, logits.astype(np.float64), 2e-2)
+    assert (narrow != logits).any()
+    sizes = [cache_bytes(config, 4, CAPACITY, dtype="bfloat16", state_dtype=kind) for kind in ("float32", "bfloat16")]
+    assert sizes[1].recurrent * 2 == sizes[0].recurrent and sizes[1][1:] == sizes[0][1:]
+    assert sizes[1].total == sum(leaf.nbytes for leaf in jax.tree.leaves(last.cache.layers))
 
 
 @pytest.mark.parametrize(
     "changes",
     [
-        {"residual": "plain"},
+        pytest.param({"residual": "plain"}, marks=pytest.mark.slow),  # in CI: the Kimi-Linear checkpoint of test_golden.py
         {"residual": "full", "scan_layers": False},
         {
             "pattern": "M",

@@ -13,7 +13,10 @@ from moejax.infer import decode_step, init_cache, prefill, prepare
 PROMPT = 37
 
 
-@pytest.mark.parametrize("name, packed", [("k3_tiny", False), ("k3_tiny", True), ("kimi_linear_tiny", False)])
+CASES = [pytest.param("k3_tiny", False, marks=pytest.mark.slow), ("k3_tiny", True), ("kimi_linear_tiny", False)]
+
+
+@pytest.mark.parametrize(("name", "packed"), CASES)
 def test_prefill_and_decode(golden, golden_folder, name, packed):
     """The first 37 tokens in chunks of 16, the others one at a time; K3 also with its experts left in MXFP4."""
     checkpoint = hub.load(golden_folder / name, param_dtype="float32", keep_packed=packed)
