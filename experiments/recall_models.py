@@ -1,0 +1,179 @@
+"""Small sequence models for the recall study: one kind of token mixing a layer, everything else alike.
+
+A layer is `x + mixer(norm(x))`, then `x + feed_forward(norm(x))` (SiTU-GLU); embeddings are untied, a norm stands before the output.
+The mixers, with short convolutions of 4 taps but for the attention:
+
+  kda            Kimi Delta Attention as in moejax: delta rule, bounded decay of its own for every key channel
+  kda_zero_bias  the same with a gate bias of 0 at the start: memories of less than one token (control)
+  gdn            delta rule with one decay a head (the gate of Gated DeltaNet, arXiv 2412.06464, in KDA's bounded form)
+  no_delta       one decay a head and no delta rule (linear attention with decay, as Mamba2, arXiv 2405.21060): nothing is erased
+  mla            Gated MLA without positions
+  mla_rotary     Gated MLA with rotary positions on the shared key channels (control)
+
+Shapes: B batch, T tokens, D width, H heads, K channels of a head, N vocabulary.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+
+from moejax.config import KDAConfig, MLAConfig
+from moejax.kernels.common import accumulation_dtype
+from moejax.kernels.kda.gate import l2_normalize
+from moejax.modules.feed_forward import FeedForward
+from moejax.modules.initializers import dt_bias
+from moejax.modules.kda import KimiDeltaAttention
+from moejax.modules.mla import GatedMLA
+from moejax.ops import KDAWeights, kda_gate, kda_layer, rms_norm, short_conv
+from moejax.ops.kda_layer import layer_around
+
+MIXERS = ("kda", "kda_zero_bias", "gdn", "no_delta", "mla", "mla_rotary")
+LOWER_BOUND = -5.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """Sizes of a model."""
+
+    vocabulary: int
+    mixers: tuple[str, ...]
+    """One name a layer."""
+    width: int = 256
+    heads: int = 2
+    head_dim: int = 128
+    dtype: str = "float32"
+    """Of activations; parameters, gates, norms and logits are float32."""
+    initializer_range: float = 0.02
+    implementation: str | None = None
+    """Of kda_layer: None, "xla" or "triton"."""
+    rotary_scale: float = 1.0
+    """Position interpolation of "mla_rotary" (positions are divided by it); other mixers have no positions."""
+
+    def __post_init__(self) -> None:
+        for mixer in self.mixers:
+            if mixer not in MIXERS:
+                raise ValueError(f"mixer {mixer!r}; there are {', '.join(MIXERS)}.")
+        if not self.mixers:
+            raise ValueError("mixers is empty; name one for each layer.")
+
+
+class RecallModel(nn.Module):
+    """tokens [B,T] int32 -> logits [B,T,N] float32."""
+
+    shape: Shape
+
+    @nn.compact
+    def __call__(self, tokens: jax.Array) -> jax.Array:
+        s = self.shape
+        normal = nn.initializers.normal(s.initializer_range)
+        embedding = self.param("embedding", normal, (s.vocabulary, s.width), jnp.float32)
+        x = embedding[tokens].astype(s.dtype)  # cast behind the lookup: its gradient sums many rows, in float32
+        for i, mixer in enumerate(s.mixers):
+            x = x + _mixer(s, mixer, f"mixer_{i}")(_Norm(name=f"mixer_norm_{i}")(x))
+            hidden = FeedForward(2 * s.width, initializer_range=s.initializer_range, name=f"mlp_{i}")
+            x = x + hidden(_Norm(name=f"mlp_norm_{i}")(x))
+        output = self.param("output", normal, (s.width, s.vocabulary), jnp.float32)
+        x = _Norm(name="output_norm")(x)
+        return jnp.einsum("btd,dn->btn", x, output.astype(s.dtype), preferred_element_type=jnp.float32)
+
+
+def initial_parameters(shape: Shape, key: jax.Array) -> Any:
+    """Parameters of RecallModel(shape) in float32."""
+    length = 16  # no parameter depends on it
+    params: Any = RecallModel(shape).init(key, jnp.zeros((1, length), jnp.int32))["params"]
+    for i, mixer in enumerate(shape.mixers):
+        if mixer == "kda_zero_bias":
+            layer = params[f"mixer_{i}"]
+            params = params | {f"mixer_{i}": layer | {"dt_bias": jnp.zeros_like(layer["dt_bias"])}}
+    return params
+
+
+def _mixer(s: Shape, mixer: str, name: str) -> nn.Module:
+    if mixer in ("kda", "kda_zero_bias"):
+        config = KDAConfig(s.heads, s.head_dim, s.head_dim, lower_bound=LOWER_BOUND)
+        return KimiDeltaAttention(config, initializer_range=s.initializer_range, implementation=s.implementation, name=name)
+    if mixer in ("gdn", "no_delta"):
+        return ScalarDecay(s, delta=mixer == "gdn", name=name)
+    rotated = s.head_dim // 4
+    positions: Any = {"positions": "rotary", "rotary_scale": s.rotary_scale} if mixer == "mla_rotary" else {}
+    config = MLAConfig(s.heads, s.head_dim - rotated, rotated, s.head_dim, kv_latent=s.width, **positions)
+    return GatedMLA(config, initializer_range=s.initializer_range, name=name)
+
+
+class _Norm(nn.Module):
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return rms_norm(x, self.param("weight", nn.initializers.ones, (x.shape[-1],), jnp.float32), eps=1e-5)
+
+
+class ScalarDecay(nn.Module):
+    """KDA's layer with one decay a head, with the delta rule or without: projections, convolutions, gates and norm are the same."""
+
+    shape: Shape
+    delta: bool
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        weights, implementation = self._weights(x.shape[-1]), self.shape.implementation
+        if self.delta:  # the gate equal over the channels: its weights are repeated, KDA's kernels serve
+            channels = self.shape.head_dim
+            weights = weights._replace(
+                decay_up=jnp.repeat(weights.decay_up, channels, axis=2), dt_bias=jnp.repeat(weights.dt_bias, channels, axis=1)
+            )
+            return kda_layer(x, weights, lower_bound=LOWER_BOUND, implementation=implementation)[0]
+
+        def convolve(inputs, taps, histories):
+            pairs = [short_conv(a, w, history=h, implementation=implementation) for a, w, h in zip(inputs, taps, histories, strict=True)]
+            return [y for y, _ in pairs], [history for _, history in pairs]
+
+        def recur(q, k, v, raw_gate, beta_logits, A_log, bias):
+            g = kda_gate(raw_gate, A_log, bias, lower_bound=LOWER_BOUND)[..., 0]
+            beta = jax.nn.sigmoid(beta_logits.astype(g.dtype))
+            return decayed_attention(l2_normalize(q), l2_normalize(k), v, g, beta), None
+
+        options: Any = dict(norm_eps=1e-5, state=None, segment_ids=None, implementation=implementation)
+        return layer_around(x, weights, convolve, recur, **options)[0]
+
+    def _weights(self, hidden: int) -> KDAWeights:
+        """As KimiDeltaAttention's, the decay with one channel: decay_up [R,H,1], dt_bias [H,1]."""
+        heads, channels = self.shape.heads, self.shape.head_dim
+        normal = nn.initializers.normal(self.shape.initializer_range)
+        taps = nn.initializers.variance_scaling(1 / 3, "fan_in", "uniform")
+
+        def matrix(name: str, *shape: int, init: Any = normal) -> jax.Array:
+            return self.param(name, init, shape, jnp.float32)
+
+        return KDAWeights(
+            **{name: matrix(name, hidden, heads, channels) for name in ("q_proj", "k_proj", "v_proj", "out_gate")},
+            **{name: matrix(name, 4, heads * channels, init=taps) for name in ("q_conv", "k_conv", "v_conv")},
+            decay_down=matrix("decay_down", hidden, channels),
+            decay_up=matrix("decay_up", channels, heads, 1),
+            A_log=matrix("A_log", heads, init=nn.initializers.zeros),
+            dt_bias=matrix("dt_bias", heads, 1, init=dt_bias),
+            beta_proj=matrix("beta_proj", hidden, heads),
+            out_gate_down=None,
+            out_gate_up=None,
+            out_norm=matrix("out_norm", channels, init=nn.initializers.ones),
+            out_proj=matrix("out_proj", heads, channels, hidden),
+        )
+
+
+def decayed_attention(q: jax.Array, k: jax.Array, v: jax.Array, g: jax.Array, beta: jax.Array) -> jax.Array:
+    """Linear attention with one decay a head and no delta rule, exact, as one product of [T,T] a head.
+
+    S <- exp(g) S + beta k v^T;  o = K^-0.5 S^T q, which is o_t = sum over s <= t of exp(g_{s+1} + ... + g_t) (q_t k_s) beta_s v_s.
+    q, k [B,T,H,K], v [B,T,H,V], g [B,T,H] log decay <= 0, beta [B,T,H] -> [B,T,H,V] in v's dtype; sums are float32 or float64.
+    """
+    dtype = accumulation_dtype(q, k, v, g, beta)
+    total = jnp.cumsum(g.astype(dtype), axis=1)
+    exponent = total[:, :, None] - total[:, None]  # [B,T,S,H]
+    past = jnp.tril(jnp.ones(exponent.shape[1:3], bool))[None, :, :, None]
+    weight = jnp.exp(jnp.where(past, exponent, -jnp.inf))  # masked before exp: a later token's exponent is positive and may overflow
+    scores = jnp.einsum("bthk,bshk->btsh", q, k, preferred_element_type=dtype) * q.shape[-1] ** -0.5
+    mixed = (scores * weight * beta.astype(dtype)[:, None]).astype(v.dtype)
+    return jnp.einsum("btsh,bshv->bthv", mixed, v, preferred_element_type=dtype).astype(v.dtype)

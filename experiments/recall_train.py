@@ -1,0 +1,142 @@
+"""Training and scoring of the recall study: several seeds of one model in one program, many steps a call.
+
+Shapes: S steps of a block, R seeds, B rows of a step, T tokens, N vocabulary.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from experiments.recall_models import RecallModel, Shape, initial_parameters
+from moejax.data.synthetic_tasks import SyntheticTask, TaskBatch
+from moejax.evals.synthetic import TaskScore, answer_accuracy
+from moejax.train import OptimizerConfig, adamw
+
+CLIP = 1.0  # global norm of a gradient
+
+
+class State(NamedTuple):
+    """Every leaf has the seeds first."""
+
+    params: Any
+    moments: Any
+
+
+def block_of(tasks: Sequence[SyntheticTask], index: int, steps: int, rows: int) -> TaskBatch:
+    """[S,R,B,T]: seed r has rows of its own; block `index` is always the same."""
+    parts = [task.batch(index, steps * rows) for task in tasks]
+    return jax.tree.map(lambda *x: np.stack([a.reshape(steps, rows, -1) for a in x], axis=1), *parts)
+
+
+def blocks(tasks: Sequence[SyntheticTask], count: int, steps: int, rows: int) -> Iterator[TaskBatch]:
+    """Blocks 0 ... count - 1, the next one made while the device works on this one."""
+    with ThreadPoolExecutor(1) as pool:
+        upcoming = pool.submit(block_of, tasks, 0, steps, rows)
+        for index in range(count):
+            block = upcoming.result()
+            if index + 1 < count:
+                upcoming = pool.submit(block_of, tasks, index + 1, steps, rows)
+            yield block
+
+
+def answers(model: RecallModel, params: Any, rows: TaskBatch) -> tuple[jax.Array, jax.Array]:
+    """(cross-entropy, right or not) at every position, 0 where no answer is due; [B,T] float32."""
+    logits: Any = model.apply({"params": params}, rows.tokens)
+    loss = optax.softmax_cross_entropy_with_integer_labels(logits, rows.targets)
+    right = jnp.argmax(logits, axis=-1) == rows.targets
+    return jnp.where(rows.loss_mask, loss, 0), jnp.where(rows.loss_mask, right, False).astype(jnp.float32)
+
+
+def make_train_block(shape: Shape, config: OptimizerConfig) -> Callable[[State, TaskBatch], tuple[State, Any]]:
+    """train_block(state, block) -> (state, {"loss", "accuracy", "norm"} [S,R] of each step before its update). Donates the state."""
+    model, optimizer = RecallModel(shape), adamw(config)
+
+    def loss_of(params, rows):
+        loss, right = answers(model, params, rows)
+        count = jnp.maximum(rows.loss_mask.sum(), 1)
+        return loss.sum() / count, right.sum() / count
+
+    def step(state: State, rows: TaskBatch):
+        (loss, accuracy), gradients = jax.value_and_grad(loss_of, has_aux=True)(state.params, rows)
+        norm = optax.tree.norm(gradients)
+        gradients = jax.tree.map(lambda g: g * jnp.minimum(1.0, CLIP / jnp.maximum(norm, 1e-12)), gradients)
+        updates, moments = optimizer.update(gradients, state.moments, state.params)
+        return State(optax.apply_updates(state.params, updates), moments), {"loss": loss, "accuracy": accuracy, "norm": norm}
+
+    return jax.jit(lambda state, block: jax.lax.scan(jax.vmap(step), state, block), donate_argnums=0)
+
+
+def initial_state(shape: Shape, config: OptimizerConfig, seeds: list[int]) -> State:
+    def one(key):
+        params = initial_parameters(shape, key)
+        return State(params, adamw(config).init(params))
+
+    return jax.jit(jax.vmap(one))(jnp.stack([jax.random.key(seed) for seed in seeds]))
+
+
+@dataclasses.dataclass
+class Trained:
+    """Parameters with the seeds first, and the course of the training."""
+
+    params: Any
+    loss: np.ndarray  # [steps,R]
+    accuracy: np.ndarray  # [steps,R], of fresh rows, before each update
+    compile_s: float
+    """The first block: compilation and `block` steps."""
+    step_s: float | None
+    """A step of the later blocks, all seeds; None with one block."""
+
+
+def train(
+    shape: Shape,
+    config: OptimizerConfig,
+    tasks: Sequence[SyntheticTask],
+    *,
+    batch: int,
+    block: int,
+    state: State | None = None,
+    on_block: Callable[[int, dict[str, list[float]]], None] = lambda step, means: None,
+) -> Trained:
+    """Train one model a task for config.total_steps, a multiple of `block`.
+
+    Model r starts from seed r, or from its part of `state`, which is used up."""
+    if config.total_steps % block:
+        raise ValueError(f"total_steps = {config.total_steps} is no multiple of block = {block}.")
+    count = config.total_steps // block
+    train_block = make_train_block(shape, config)
+    state = initial_state(shape, config, list(range(len(tasks)))) if state is None else state
+    history, seconds = [], []
+    for index, rows in enumerate(blocks(tasks, count, block, batch)):
+        start = time.perf_counter()
+        state, metrics = train_block(state, jax.device_put(rows))
+        metrics = jax.tree.map(np.asarray, metrics)
+        seconds.append(time.perf_counter() - start)
+        history.append(metrics)
+        on_block((index + 1) * block, {name: values.mean(axis=0).tolist() for name, values in metrics.items()})
+    course = {name: np.concatenate([metrics[name] for metrics in history]) for name in ("loss", "accuracy")}
+    later = float(np.mean(seconds[1:])) / block if count > 1 else None
+    return Trained(state.params, **course, compile_s=seconds[0], step_s=later)
+
+
+def score(shape: Shape, params: Any, task: SyntheticTask, *, rows: int, calls: int) -> list[TaskScore]:
+    """Each model of `params` (seeds first) on the same `calls` batches of `rows` rows; one program."""
+    model = RecallModel(shape)
+
+    @jax.jit
+    def predict(params, tokens, at):
+        logits: Any = model.apply({"params": params}, tokens)
+        return jnp.take_along_axis(jnp.argmax(logits, axis=-1), at, axis=1)
+
+    params = jax.device_get(params)  # cut on the host: a slice on the device would compile for every shape
+    seeds = [jax.device_put(jax.tree.map(lambda x, r=r: x[r], params)) for r in range(len(jax.tree.leaves(params)[0]))]
+    return [answer_accuracy(functools.partial(predict, one), task, rows=rows * calls, batch=rows) for one in seeds]
