@@ -1,14 +1,13 @@
 """Decoding attention over a cache of latents on one Hopper GPU: values against float64, then time against the bytes of the cache.
 
-    python -m experiments.bench.latent_decode [check] [shapes] [xla] [configs]
+    python -m experiments.bench.latent_decode [check] [shapes] [xla]
 
 Without names: all of them. Floor: every entry of the rows' lengths read once at 4.3 TB/s (copy speed of one H200). A time is the median of
 5 rounds; a round queues calls for 30 ms or more and waits once. What would start after 85 seconds is left out, and said.
 
     check    relative error (largest difference over the largest value) against float64: ragged rows, more than 2^31 values
-    shapes   the sizes that the library takes, over rows, lengths and heads
+    shapes   the kernel, over rows, lengths and heads
     xla      the loop in plain XLA
-    configs  other sizes of a program, at 16 heads; apart: the largest distance from the library's result, relative
 """
 
 from __future__ import annotations
@@ -88,10 +87,9 @@ def apart(got, wanted) -> float:
     return float(np.abs(np.asarray(got, np.float64) - np.asarray(wanted, np.float64)).max() / np.abs(np.asarray(wanted, np.float64)).max())
 
 
-def run(config=None):
-    from moejax.kernels.latent_decode.triton import latent_decode_triton
-
-    return jax.jit(lambda *a: latent_decode_triton(*a, scale=SCALE, config=config))
+@jax.jit
+def kernel(*arguments):
+    return latent_decode(*arguments, scale=SCALE, implementation="triton")
 
 
 @jax.jit
@@ -111,10 +109,10 @@ def check() -> list[str]:
         wanted = truth(*arguments)
         gone = (jnp.arange(8192) >= arguments[3][:, None])[..., None]
         dirty = (arguments[0], *(jnp.where(gone, jnp.nan, x) for x in arguments[1:3]), arguments[3])
-        ours, theirs = (apart(call(*dirty), wanted) for call in (run(), plain))
+        ours, theirs = (apart(call(*dirty), wanted) for call in (kernel, plain))
         say(f"check B=8 S=8192 ragged, NaN behind, T={T} H={H}: {ours:.1e}, in XLA {theirs:.1e}")
     arguments = operands(3, 1_500_000, 16, [1_500_000, 100, 1_499_999])  # 2.3e9 values
-    got, again = (run()(*arguments) for _ in range(2))
+    got, again = (kernel(*arguments) for _ in range(2))
     same = np.array_equal(np.asarray(got, np.float32), np.asarray(again, np.float32))
     say(f"check B=3 S=1.5M H=16: {apart(got, truth(*arguments)):.1e}; the same bits again: {same}")
     return lines
@@ -136,63 +134,26 @@ SHAPES = {
 }
 
 
-def line(name: str, config: str, call, arguments, wanted=None) -> tuple[str, object]:
-    """One line, and the result."""
-    text, got = f"{name:31}{config:24}", None
-    try:
-        got, took = call(*arguments), milliseconds(call, arguments)
-        size = int(np.asarray(arguments[3]).sum()) * (C + R) * 2
-        floor = size / SPEED * 1e3
-        text += f"{took:9.4f}{floor:9.4f}{size / took / 1e9:7.2f}{100 * floor / took:6.0f}%"
-        text += "" if wanted is None else f"{apart(got, wanted):9.1e}"
-    except Exception as e:  # sizes that do not compile or fit: the others are timed all the same
-        text += f"  {type(e).__name__}: {str(e).splitlines()[0][:120]}"
-    print(text, flush=True)
-    return text, got
-
-
-def timed(names, runs) -> list[str]:
-    """runs: name -> function of the operands; results are compared with the first one's."""
+def timed(names, config: str, call) -> list[str]:
     lines = []
     for name in names:
         if not left():
             print(f"{name}: left out, the time is over", flush=True)
             continue
-        arguments, first = operands(*SHAPES[name]), None
-        for config, call in runs.items():
-            if left():
-                text, got = line(name, config, call, arguments, first)
-                lines.append(text)
-                first = got if first is None else first
+        arguments = operands(*SHAPES[name])
+        took, size = milliseconds(call, arguments), int(np.asarray(arguments[3]).sum()) * (C + R) * 2
+        floor = size / SPEED * 1e3
+        lines.append(f"{name:31}{config:8}{took:9.4f}{floor:9.4f}{size / took / 1e9:7.2f}{100 * floor / took:6.0f}%")
+        print(lines[-1], flush=True)
     return lines
 
 
 def shapes() -> list[str]:
-    return timed(SHAPES, {"library": run()})
-
-
-def configs() -> dict[str, dict]:
-    def sizes(tma, swap, BS, warps, stages, programs, BM=16):
-        return {"tma": tma, "SWAP": swap, "BS": BS, "warps": warps, "stages": stages, "programs": programs, "BM": BM}
-
-    return {
-        "threads 64 4w 3s": sizes(False, True, 64, 4, 3, 1),
-        "threads 64 8w 3s": sizes(False, True, 64, 8, 3, 1),
-        "threads 64 8w 2s": sizes(False, True, 64, 8, 2, 1),
-        "queries left 32 4w 3s": sizes(False, False, 32, 4, 3, 2),
-        "queries left 64 8w 3s": sizes(False, False, 64, 8, 3, 1),
-        "tma 2s, 2 programs": sizes(True, True, 64, 4, 2, 2),
-        "tma 2s, 4 programs": sizes(True, True, 64, 4, 2, 4),
-    }
-
-
-def configs_timed() -> list[str]:
-    """The short rows and the one long row: how much there is to read decides nothing."""
-    return timed(list(SHAPES)[1:3], {"library": run(), **{name: run(config) for name, config in configs().items()}})
+    return timed(SHAPES, "kernel", kernel)
 
 
 def xla() -> list[str]:
-    return timed(list(SHAPES)[:4], {"xla": plain})
+    return timed(list(SHAPES)[:4], "xla", plain)
 
 
 def main() -> None:
@@ -201,11 +162,11 @@ def main() -> None:
     device = jax.devices()[0]
     if device.platform != "gpu" or (reason := available()) is not None:
         raise SystemExit(f"These kernels need an NVIDIA GPU and Triton: {device.device_kind}; {reason if device.platform == 'gpu' else ''}")
-    parts = {"check": check, "shapes": shapes, "xla": xla, "configs": configs_timed}
+    parts = {"check": check, "shapes": shapes, "xla": xla}
     unknown = set(sys.argv[1:]) - set(parts)
     if unknown:
         raise SystemExit(f"unknown: {', '.join(sorted(unknown))}; known: {', '.join(parts)}")
-    head = f"{'shape':31}{'sizes':24}{'ms':>9}{'floor':>9}{'TB/s':>7}{'floor%':>7}{'apart':>9}"
+    head = f"{'shape':31}{'form':8}{'ms':>9}{'floor':>9}{'TB/s':>7}{'floor%':>7}"
     print(f"{device.device_kind}, jax {jax.__version__}, bfloat16, C={C} R={R}\n{head}", flush=True)
     lines = [text for name in parts if name in (sys.argv[1:] or parts) for text in parts[name]()]
     print("\n".join(["", f"all again, {time.perf_counter() - START:.0f} s", head, *lines]))

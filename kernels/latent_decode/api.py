@@ -12,7 +12,9 @@ from .reference import latent_decode_reference
 from .xla import latent_decode_xla
 
 MOST_NEW = 4  # tokens of a row that the kernel takes: beyond, its blocks of queries read the cache again and again
-WIDEST = (512, 64)  # C and R of the kernel: three tiles of 64 latents fill the shared memory of a processor
+# C and R of the kernel, powers of two: at least a swizzled row of shared memory and a step of the tensor cores; at the most, two tiles of
+# 64 entries and the queries take 188 of 227 KB of a processor.
+WIDTHS = ((64, 512), (16, 64))
 
 
 def latent_decode(q, latent, shared_key, lengths, *, valid=None, scale: float, block: int = 1024, implementation: str | None = None):
@@ -31,7 +33,7 @@ def latent_decode(q, latent, shared_key, lengths, *, valid=None, scale: float, b
       block: entries a step of "xla", at most.
       implementation: "reference" (scores of all entries at once); "xla" (a loop over blocks, up to the longest row); "triton" (one read
         of the cache at the card's speed, each row up to its own length; NVIDIA Hopper, bfloat16, no `valid`, T at most 4, C and R
-        multiples of 16 up to 512 and 64); None: "triton" when the call is lowered for cuda and the kernel takes it, else "xla". Over
+        powers of two, 64 to 512 and 16 to 64); None: "triton" when the call is lowered for cuda and the kernel takes it, else "xla". Over
         several GPUs call it inside jax.shard_map (rows and heads may be cut).
 
     Returns:
@@ -48,7 +50,7 @@ def latent_decode(q, latent, shared_key, lengths, *, valid=None, scale: float, b
     scale = check_scale(scale, q.shape[3])
     lengths = lengths.astype(jnp.int32)
     refused = _refused(q, latent, shared_key, valid)
-    name = choose("latent_decode", implementation, refused, loss="several times slower", plain=("xla", "reference"))
+    name = choose("latent_decode", implementation, refused, loss="7 to 100 times slower", plain=("xla", "reference"))
 
     def plain(q, latent, shared_key, lengths, valid):
         if name == "reference":
@@ -75,8 +77,10 @@ def _refused(q, latent, shared_key, valid) -> str | None:
     if q.shape[1] > MOST_NEW:
         return f"its kernel takes at most {MOST_NEW} new tokens, here {q.shape[1]}"
     widths = latent.shape[2], shared_key.shape[2]
-    if any(size % 16 or size > most for size, most in zip(widths, WIDEST, strict=True)):
-        return f"its kernel takes multiples of 16 up to C = {WIDEST[0]} and R = {WIDEST[1]}, here {widths[0]} and {widths[1]}"
+    if any(size & (size - 1) or not least <= size <= most for size, (least, most) in zip(widths, WIDTHS, strict=True)):
+        (c_least, c_most), (r_least, r_most) = WIDTHS
+        wanted = f"C from {c_least} to {c_most} and R from {r_least} to {r_most}"
+        return f"its kernel takes powers of two, {wanted}, here {widths[0]} and {widths[1]}"
     return f"its kernel takes at most 65535 rows, here {q.shape[0]}" if q.shape[0] > 65535 else None
 
 

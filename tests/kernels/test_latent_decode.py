@@ -125,23 +125,24 @@ def test_bad_input():
 
 def test_choice(monkeypatch):
     """By name the kernel runs or says why not; the choice puts it where a call is lowered for cuda and nowhere else."""
-    operands = make(dtype=jnp.bfloat16, C=16, R=16)
+    operands = make(dtype=jnp.bfloat16, C=64, R=16)
     monkeypatch.setattr(triton_launch, "available", lambda: None)
     with pytest.raises(NotImplementedError, match="of latent_decode cannot run: its kernels run on NVIDIA GPUs, this is 'cpu'"):
         latent_decode(*operands, scale=0.3, implementation="triton")
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    widths = (32, 16), (192, 64), (1024, 64), (64, 8), (64, 48), (64, 128)
     for other, options, match in (
-        (make(dtype=np.float32, C=16, R=16), {}, "takes bfloat16, here float32"),
-        (make(dtype=jnp.bfloat16), {}, "multiples of 16 up to C = 512 and R = 64, here 6 and 4"),
-        (make(dtype=jnp.bfloat16, C=16, R=80, S=3), {}, "here 16 and 80"),
-        (make(dtype=jnp.bfloat16, T=5, C=16, R=16), {}, "at most 4 new tokens, here 5"),
+        (make(dtype=np.float32, C=64, R=16), {}, "takes bfloat16, here float32"),
+        (make(dtype=jnp.bfloat16), {}, "powers of two, C from 64 to 512 and R from 16 to 64, here 6 and 4"),
+        *((make(dtype=jnp.bfloat16, C=C, R=R, S=3), {}, f"here {C} and {R}") for C, R in widths),
+        (make(dtype=jnp.bfloat16, T=5, C=64, R=16), {}, "at most 4 new tokens, here 5"),
         (operands, {"valid": jnp.ones((B, S), bool)}, "no `valid`"),
     ):
         with pytest.raises(NotImplementedError, match=match):
             latent_decode(*other, scale=0.3, implementation="triton", **options)
 
     def with_stand_in(name, what, kernels, plain, operands, run=api.run_differentiating_plain):
-        return run(name, what, lambda q, latent, *_: latent[:, : q.shape[1], None, :] + 0 * q[..., :16], plain, operands)
+        return run(name, what, lambda q, latent, *_: latent[:, : q.shape[1], None, :] + 0 * q[..., :64], plain, operands)
 
     monkeypatch.setattr(api, "run_differentiating_plain", with_stand_in)
     for platform, loops in (("cuda", 0), ("cpu", 1), ("tpu", 1)):
