@@ -8,7 +8,7 @@ and a value head, C latent width, R width of the shared key. Source: Kimi K3 rep
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -70,13 +70,7 @@ def init_cache(
     """
     dtype = jnp.dtype(dtype or compute_dtype(config))
     _check(rows, capacity, dtype, state_dtype)
-    shapes = _shapes(config, rows, capacity)
-    layers = tuple(
-        KDAState(*(jnp.zeros(shape, dtype) for shape in part[:3]), jnp.zeros(part[3], jnp.dtype(state_dtype)))
-        if isinstance(part, KDAState)
-        else LatentCache(*(jnp.zeros(shape, dtype) for shape in part))
-        for part in shapes
-    )
+    layers = tuple(_zeros(part, dtype, jnp.dtype(state_dtype)) for part in _shapes(config, rows, capacity))
     return HybridCache(layers, jnp.zeros((rows,), jnp.int32))
 
 
@@ -151,10 +145,17 @@ def _shapes(config: ModelConfig, rows: int, capacity: int) -> list[KDAState | La
     """The shapes of every layer's part, in the part's own type."""
     kda, mla = config.kda, config.mla
     width, keys, values = kda.conv_width - 1, kda.heads * kda.key_dim, kda.num_value_heads * kda.value_dim
-    state = (rows, kda.num_value_heads, kda.key_dim, kda.value_dim)
-    of_kda = KDAState(*((rows, width, channels) for channels in (keys, keys, values)), state)  # pyright: ignore[reportArgumentType, reportCallIssue]
-    of_mla = LatentCache((rows, capacity, mla.kv_latent), (rows, capacity, mla.rope_dim))  # pyright: ignore[reportArgumentType]
+    histories: Any = ((rows, width, channels) for channels in (keys, keys, values))
+    state: Any = (rows, kda.num_value_heads, kda.key_dim, kda.value_dim)
+    latents: Any = ((rows, capacity, channels) for channels in (mla.kv_latent, mla.rope_dim))
+    of_kda, of_mla = KDAState(*histories, recurrent=state), LatentCache(*latents)
     return [of_kda if mixer == "K" else of_mla for mixer in config.mixers]
+
+
+def _zeros(part: Any, dtype, state_dtype) -> Any:
+    if isinstance(part, LatentCache):
+        return LatentCache(*(jnp.zeros(shape, dtype) for shape in part))
+    return KDAState(*(jnp.zeros(shape, dtype) for shape in part[:3]), recurrent=jnp.zeros(part.recurrent, state_dtype))
 
 
 def _check(rows: int, capacity: int, dtype, state_dtype: str) -> None:

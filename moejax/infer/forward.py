@@ -9,6 +9,7 @@ Shapes: B rows, T new tokens, D model width, V vocabulary, M MoE layers, k exper
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -20,6 +21,8 @@ from ..modules.feed_forward import gated_activation
 from ..modules.plan import block_starts
 from ..ops.depth_attention import DepthPartial, attention_residual, depth_attention, depth_attention_merge, depth_attention_snapshots
 from ..ops.experts import (
+    EnteredLatent,
+    LatentMoEWeights,
     PackedExperts,
     enter_latent,
     expert_mlp,
@@ -88,14 +91,14 @@ def _full(weights: Weights, x, mixed, feed):
 
 def _blocks(weights: Weights, x, mixed, feed):
     config, snapshots = weights.config, []
-    starts = block_starts(config)
+    starts, dtype = block_starts(config), x.dtype
     for start in starts:
         layers = weights.layers[start : start + starts.step]
         snapshots.append(x)
         shares = _snapshots_share(jnp.stack(snapshots), layers, config.norm_eps)
-        prefix = None
+        prefix: Any = None
         for offset, layer in enumerate(layers):
-            h = _joined(shares, 2 * offset, prefix, layer.mixer_query, config).astype(x.dtype)
+            h = _joined(shares, 2 * offset, prefix, layer.mixer_query, config).astype(dtype)
             added = mixed(start + offset, h)
             prefix = added if prefix is None else prefix + added
             prefix = prefix + feed(layer, _joined(shares, 2 * offset + 1, prefix, layer.ffn_query, config))
@@ -130,21 +133,20 @@ def _feed_forward(weights: Weights, layer: LayerWeights, h, mask, experts: list 
 
 
 def _moe(weights: Weights, layer: LayerWeights, h, mask, activation, *, want: bool):
-    """h [B,T,D] -> (y [B,T,D], experts [B,T,k], -1 where mask is False)."""
-    c, ffn, parallel = weights.config.moe, layer.ffn, weights.parallel
+    """h [B,T,D] -> (y [B,T,D], experts [B,T,k], -1 where mask is False, or None)."""
+    c, ffn, eps = weights.config.moe, layer.ffn, weights.config.norm_eps
+    assert isinstance(ffn, LatentMoEWeights)
     options: Any = {"scaling": c.scaling, "renormalize": c.renormalize}
-    if parallel is not None:
-        ids = None if mask is None else mask.astype(jnp.int32)
-        settings = {"activation": activation, "eps": weights.config.norm_eps, "implementation": None, **options}
-        y, _ = sharded_latent_moe(
-            parallel, h, layer.bias, ffn, c.experts_per_token, segment_ids=ids, rule=None, bins=c.histogram_bins, **settings
-        )
-        chosen = route(router_logits(h.reshape(-1, h.shape[-1]), ffn.router), layer.bias, c.experts_per_token).experts if want else None
-    else:
+    if weights.parallel is None:
         entered = enter_latent(h, layer.bias, ffn, c.experts_per_token, mask=mask, **options)
         y = _expert_products(entered, activation)
-        y = leave_latent(y, ffn, shared_expert(entered.flat, ffn, activation), weights.config.norm_eps).reshape(h.shape)
+        y = leave_latent(y, ffn, shared_expert(entered.flat, ffn, activation), eps).reshape(h.shape)
         chosen = entered.routing.experts
+    else:
+        options |= {"activation": activation, "eps": eps, "implementation": None, "rule": None, "bins": c.histogram_bins}
+        ids = None if mask is None else mask.astype(jnp.int32)
+        y, _ = sharded_latent_moe(weights.parallel, h, layer.bias, ffn, c.experts_per_token, segment_ids=ids, **options)
+        chosen = route(router_logits(h.reshape(-1, h.shape[-1]), ffn.router), layer.bias, c.experts_per_token).experts
     if not want:
         return y, None
     chosen = chosen.reshape(*h.shape[:2], -1)
@@ -155,20 +157,17 @@ FEW = 1024
 """Tokens up to which few_token_experts is the better form everywhere."""
 
 
-def _expert_products(entered, activation):
+def _expert_products(entered: EnteredLatent, activation):
     """The routed experts' sum. A GPU takes the batched form at any number of tokens: it has no kernel for expert_mlp's loop, 128 rows a
     turn, whose turns cost a handful of launches each."""
-    operands = (entered.latent, entered.routing.experts, entered.routing.weights, *entered.matrices, entered.mask)
-
-    def few(x, experts, weights, w_gate, w_up, w_down, mask):
-        return few_token_experts(x, experts, weights, w_gate, w_up, w_down, activation=activation, mask=mask)
-
-    def many(x, experts, weights, w_gate, w_up, w_down, mask):
-        return expert_mlp(x, experts, weights, w_gate, w_up, w_down, activation=activation, mask=mask)
-
-    form = few_token_form(*entered.routing.experts.shape, num_experts(entered.matrices[0])).name
+    operands: Any = (entered.latent, entered.routing.experts, entered.routing.weights, *entered.matrices)
+    few, many = (partial(product, activation=activation) for product in (few_token_experts, expert_mlp))
+    tokens, chosen = entered.routing.experts.shape
+    form = few_token_form(tokens, chosen, num_experts(entered.matrices[0])).name
     if isinstance(entered.matrices[0], PackedExperts):  # decoding MXFP4 costs more than launches: 17.5 against 14.7 ms at 64 tokens
-        return few(*operands) if form == "gather" else many(*operands)
+        return (few if form == "gather" else many)(*operands, mask=entered.mask)
     if entered.flat.shape[0] <= FEW:
-        return few(*operands)
-    return lax.platform_dependent(*operands, cuda=few, default=many)
+        return few(*operands, mask=entered.mask)
+    by_platform = {"cuda": few, "default": many}
+    calls = {name: lambda mask, *operands, run=run: run(*operands, mask=mask) for name, run in by_platform.items()}
+    return lax.platform_dependent(entered.mask, *operands, **calls)

@@ -55,8 +55,8 @@ def kda_token(x, weights: KDAWeights, state: KDAState, active, *, config: KDACon
         return [y[:, None] for y, _ in steps], [history for _, history in steps]
 
     def recur(q, k, v, raw_gate, beta_logits, A_log, dt_bias):
-        token = (part[:, 0] for part in (q, k, v, raw_gate, beta_logits))
-        o, new = kda_decode(*token, A_log, dt_bias, state.recurrent, lower_bound=config.lower_bound, slots=slots)
+        token: Any = (part[:, 0] for part in (q, k, v, raw_gate, beta_logits))
+        o, new = kda_decode(*token, A_log=A_log, dt_bias=dt_bias, state=state.recurrent, lower_bound=config.lower_bound, slots=slots)
         return o[:, None], new
 
     ids = None if active is None else active.astype(jnp.int32)[:, None]

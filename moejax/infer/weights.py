@@ -105,8 +105,8 @@ def prepare(model: HybridLM, variables: Mapping[str, Any], *, dtype: str | None 
     if model.parallel is not None:
         model.parallel.check(config)
         parallel = dataclasses.replace(model.parallel, rules=dataclasses.replace(model.parallel.rules, time=None))
-    parts = _take_apart(variables["params"], variables.get("router_state", {}), config=config, dtype=dtype)
-    return Weights(*parts, config, dtype, parallel)
+    parts: Any = _take_apart(variables["params"], variables.get("router_state", {}), config=config, dtype=dtype)
+    return Weights(*parts, config=config, dtype=dtype, parallel=parallel)
 
 
 @partial(jax.jit, static_argnames=("config", "dtype"))
