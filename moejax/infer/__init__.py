@@ -1,6 +1,6 @@
 """Inference: one HybridCache for all layers, prefill in chunks, decoding steps, sampling, generation."""
 
-from .cache import CacheBytes, HybridCache, LatentCache, cache_bytes, check_cut, clear_rows, init_cache, put_rows, take_rows
+from .cache import CacheBytes, HybridCache, LatentCache, cache_bytes, check_cut, clear_rows, init_cache, new_cache, put_rows, take_rows
 from .decode import decode_step
 from .engine import Engine, QueueFull, Request, Ticket
 from .generate import Generated, generate
@@ -28,6 +28,7 @@ __all__ = [
     "generate",
     "init_cache",
     "make_sampling",
+    "new_cache",
     "prefill",
     "prefill_chunk",
     "prepare",

@@ -8,6 +8,7 @@ and a value head, C latent width, R width of the shared key. Source: Kimi K3 rep
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -18,8 +19,9 @@ from jax.core import Tracer
 from ..config import ModelConfig
 from ..modules.model import compute_dtype
 from ..ops.kda_layer import KDAState
-
-STATE_DTYPES = ("float32", "bfloat16", "float64")
+from ..parallel.axes import cache_shardings
+from .requests import at_least_one
+from .weights import Weights, checked_dtype
 
 
 class LatentCache(NamedTuple):
@@ -58,35 +60,45 @@ class CacheBytes(NamedTuple):
         return sum(self)
 
 
-def init_cache(
-    config: ModelConfig, rows: int, capacity: int, *, dtype: str | jnp.dtype | None = None, state_dtype: str = "float32"
-) -> HybridCache:
-    """An empty cache of `rows` sequences of at most `capacity` tokens.
+def new_cache(weights: Weights, rows: int, capacity: int, *, state_dtype: str | None = None) -> HybridCache:
+    """`init_cache` for prepared weights: their dtype, on their device or spread over their mesh.
 
-    dtype: of latents and convolution histories; None: the compute dtype of the configuration on this backend.
-    state_dtype: storage of the KDA states, "float32", "bfloat16" (half the bytes; the step computes in float32 and rounds what it
-    stores) or "float64".
-    ValueError: rows or capacity below 1, an unknown dtype. Under `jax.jit` with `out_shardings` it is made in shards.
+    Committed to its devices as the results of jitted functions are, or the second call of one would be another program to jit.
     """
-    dtype = jnp.dtype(dtype or compute_dtype(config))
-    _check(rows, capacity, dtype, state_dtype)
-    layers = tuple(_zeros(part, dtype, jnp.dtype(state_dtype)) for part in _shapes(config, rows, capacity))
+    make = partial(init_cache, weights.config, rows, capacity, dtype=weights.dtype, state_dtype=state_dtype)
+    if weights.parallel is not None:
+        shardings = cache_shardings(jax.eval_shape(make), weights.parallel.mesh, weights.parallel.rules)
+        return jax.jit(make, out_shardings=shardings)()
+    devices = weights.embedding.devices()
+    return jax.device_put(make(), weights.embedding.sharding if len(devices) == 1 else None)  # several: as XLA spreads it
+
+
+def init_cache(config: ModelConfig, rows: int, capacity: int, *, dtype: str | None = None, state_dtype: str | None = None) -> HybridCache:
+    """An empty cache of `rows` sequences of at most `capacity` tokens. With weights at hand, `new_cache` takes dtype and place from them.
+
+    dtype: of latents and convolution histories, which must be that of the weights; None: the compute dtype of the configuration on this
+    backend.
+    state_dtype: storage of the KDA states, "float32", "bfloat16" (half the bytes; the step computes in float32 and rounds what it
+    stores) or "float64"; None: float64 for float64, else float32.
+    ValueError: rows or capacity below 1, a dtype that is not one of these. Under `jax.jit` with `out_shardings` it is made in shards.
+    """
+    dtype, state_dtype = _dtypes(config, dtype, state_dtype)
+    shapes = _shapes(config, at_least_one("rows", rows), at_least_one("capacity", capacity))
+    layers = tuple(_zeros(part, jnp.dtype(dtype), jnp.dtype(state_dtype)) for part in shapes)
     return HybridCache(layers, jnp.zeros((rows,), jnp.int32))
 
 
-def cache_bytes(
-    config: ModelConfig, rows: int, capacity: int, *, dtype: str | jnp.dtype | None = None, state_dtype: str = "float32"
-) -> CacheBytes:
+def cache_bytes(config: ModelConfig, rows: int, capacity: int, *, dtype: str | None = None, state_dtype: str | None = None) -> CacheBytes:
     """Bytes that `init_cache` with the same arguments would take; nothing is allocated."""
-    dtype = jnp.dtype(dtype or compute_dtype(config))
-    _check(rows, capacity, dtype, state_dtype)
+    dtype, state_dtype = _dtypes(config, dtype, state_dtype)
+    itemsize = jnp.dtype(dtype).itemsize
     recurrent = convolution = latent = 0
-    for part in _shapes(config, rows, capacity):
+    for part in _shapes(config, at_least_one("rows", rows), at_least_one("capacity", capacity)):
         if isinstance(part, KDAState):
-            convolution += sum(math.prod(shape) for shape in part[:3]) * dtype.itemsize
+            convolution += sum(math.prod(shape) for shape in part[:3]) * itemsize
             recurrent += math.prod(part.recurrent) * jnp.dtype(state_dtype).itemsize
         else:
-            latent += sum(math.prod(shape) for shape in part) * dtype.itemsize
+            latent += sum(math.prod(shape) for shape in part) * itemsize
     return CacheBytes(recurrent, convolution, latent)
 
 
@@ -133,7 +145,7 @@ def check_cut(cache: HybridCache, row: int, length: int) -> None:
 
     A KDA state is a sum over all tokens seen, and none of them can be taken out again; latents alone would be cut by their length.
     """
-    have = int(np.asarray(cache.lengths[row]))
+    have = int(np.asarray(cache.lengths)[_row_numbers(row, cache.rows)[0]])
     if have != length:
         raise ValueError(
             f"row {row} has seen {have} tokens and cannot be set back to {length}: KDA states hold no past. Restore a snapshot taken at "
@@ -158,11 +170,30 @@ def _zeros(part: Any, dtype, state_dtype) -> Any:
     return KDAState(*(jnp.zeros(shape, dtype) for shape in part[:3]), recurrent=jnp.zeros(part.recurrent, state_dtype))
 
 
-def _check(rows: int, capacity: int, dtype, state_dtype: str) -> None:
-    if rows < 1 or capacity < 1:
-        raise ValueError(f"rows={rows}, capacity={capacity}; both must be at least 1.")
-    if str(dtype) not in STATE_DTYPES or str(state_dtype) not in STATE_DTYPES:
-        raise ValueError(f"dtype={dtype}, state_dtype={state_dtype!r}; allowed: {', '.join(STATE_DTYPES)}.")
+def check_cache(weights: Weights, cache: HybridCache) -> None:
+    """Raise ValueError unless the cache was made for these weights and still exists. Shapes and dtypes only: free, also inside jit."""
+    if not isinstance(cache.lengths, Tracer) and cache.lengths.is_deleted():
+        raise ValueError(
+            "this cache was consumed by the call it was given to (its memory is reused): go on with the cache that the call returned, or "
+            "keep a copy beforehand with take_rows."
+        )
+    if len(cache.layers) != weights.config.layers:
+        raise ValueError(
+            f"the cache has {len(cache.layers)} layers and the model {weights.config.layers}; make it with new_cache(weights, ...)."
+        )
+    for index, (part, want) in enumerate(zip(cache.layers, _shapes(weights.config, cache.rows, cache.capacity or 1), strict=True)):
+        kind, shapes = type(part), [leaf.shape for leaf in part]
+        inputs = {str(leaf.dtype) for leaf in (part[:3] if isinstance(part, KDAState) else part)}
+        if kind is not type(want) or shapes != list(want) or inputs != {weights.dtype}:
+            raise ValueError(
+                f"layer {index} of the cache is {kind.__name__} {shapes} in {', '.join(inputs)}, and the model needs "
+                f"{type(want).__name__} {list(want)} in {weights.dtype}; make it with new_cache(weights, rows, capacity)."
+            )
+
+
+def _dtypes(config: ModelConfig, dtype: str | None, state_dtype: str | None) -> tuple[str, str]:
+    dtype = checked_dtype("dtype", dtype or compute_dtype(config))
+    return dtype, checked_dtype("state_dtype", state_dtype or ("float64" if dtype == "float64" else "float32"))
 
 
 def _row_numbers(rows, count: int, *, distinct: bool = False) -> jax.Array:

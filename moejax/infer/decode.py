@@ -9,12 +9,14 @@ from functools import partial
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 from jax.core import Tracer
 
-from .cache import HybridCache
+from .cache import HybridCache, check_cache
 from .forward import embed, logits_of, run_layers
 from .mixers import kda_token, mla_token, over_mesh
 from .prefill import Step, check_room
+from .requests import token_ids
 from .weights import Weights
 
 
@@ -32,16 +34,20 @@ def decode_step(weights: Weights, cache: HybridCache, tokens, *, active=None, re
       return_experts: also return the routed experts [B,M,k].
 
     Raises:
-      ValueError: shapes that do not fit; a full row (when the cache is not traced; inside jit the caller sees to it).
+      ValueError: shapes that do not fit, a cache of another model; a full row or an id outside the vocabulary (when nothing is traced;
+        inside jit the caller sees to it).
     """
+    check_cache(weights, cache)
     tokens = jnp.asarray(tokens)
     if tokens.shape != (cache.rows,) or not jnp.issubdtype(tokens.dtype, jnp.integer):
         raise ValueError(f"tokens is {tokens.dtype}{list(tokens.shape)}; it must be integers [B] = [{cache.rows}], one a row of the cache.")
+    active = None if active is None else jnp.asarray(active)
     if active is not None and (active.shape != tokens.shape or active.dtype != jnp.bool_):
         raise ValueError(f"active is {active.dtype}{list(active.shape)}; it must be bool [B] = [{cache.rows}].")
     added = jnp.ones_like(cache.lengths) if active is None else active.astype(jnp.int32)
-    if not isinstance(cache.lengths, Tracer) and not isinstance(added, Tracer):
+    if not any(isinstance(x, Tracer) for x in (cache.lengths, added, tokens)):
         check_room(cache, added)
+        token_ids("tokens", np.asarray(tokens)[np.asarray(added) > 0], weights.config.vocab_size)
     mask = None if active is None else active[:, None]
     layers = list(cache.layers)
     config = weights.config

@@ -15,9 +15,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..modules.model import HybridLM
-from .cache import HybridCache, init_cache
+from .cache import HybridCache, new_cache
 from .decode import decode_step
 from .prefill import prefill
+from .requests import at_least_one, token_ids
 from .sampling import Sampling, make_sampling, sample
 from .weights import Weights, prepare
 
@@ -65,7 +66,7 @@ def generate(
     return_experts: bool = False,
     chunk: int = 2048,
     capacity: int | None = None,
-    state_dtype: str = "float32",
+    state_dtype: str | None = None,
     weights: Weights | None = None,
 ) -> Generated:
     """Continue a batch of prompts.
@@ -79,24 +80,26 @@ def generate(
       on_token: called for each new token as it comes; an exception ends the generation.
       return_experts: also return routed experts (routing replay in RL).
       chunk: prompt tokens a row and call, see `prefill`.
-      capacity: of the cache; None: the longest prompt and N. With a fixed one, prompts of other lengths compile nothing new.
+      capacity: of the cache; None: the longest prompt and N, rounded up to a power of two or a multiple of 4096, so that prompts of
+        other lengths seldom compile anew.
       state_dtype: of the KDA states, see `init_cache`.
 
     Raises:
       ValueError: an empty prompt, ids outside the vocabulary, settings that are not allowed, a capacity that is too small.
       RuntimeError: a row's logits are not a distribution (NaN): the row and its position.
     """
+    if weights is not None and weights.config != model.config:
+        raise ValueError("weights were prepared for another model than the one given; give that model, or leave weights out.")
+    at_least_one("max_new_tokens", max_new_tokens)
     weights = prepare(model, variables) if weights is None else weights
     prompts, counts = padded_prompts(tokens, lengths)
     rows = len(counts)
-    stop = _checked_stop(stop_ids, weights.config.vocab_size)
-    if max_new_tokens < 1:
-        raise ValueError(f"max_new_tokens={max_new_tokens}; it must be at least 1.")
+    stop = jnp.asarray(token_ids("stop_ids", stop_ids, weights.config.vocab_size))
     needed = int(counts.max()) + max_new_tokens
-    if capacity is not None and capacity < needed:
+    if capacity is not None and at_least_one("capacity", capacity) < needed:
         raise ValueError(f"capacity={capacity}, but the longest prompt and {max_new_tokens} new tokens make {needed}.")
     sampling = make_sampling(rows, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
-    cache = init_cache(weights.config, rows, capacity or needed, dtype=weights.dtype, state_dtype=state_dtype)
+    cache = new_cache(weights, rows, capacity or _room(needed), state_dtype=state_dtype)
     step = prefill(weights, prompts, cache, counts=counts, chunk=chunk, return_experts=return_experts)
     out = _Collected(rows, max_new_tokens, on_token)
     cache, now = step.cache, _first(step.logits, sampling, jnp.asarray(counts), stop)
@@ -176,35 +179,40 @@ class _Collected:
         return Generated(self.tokens, self.counts, self.log_probs, reasons, prompt_experts, experts, cache)
 
 
+def _room(tokens: int) -> int:
+    return min(1 << max(tokens - 1, 63).bit_length(), -(-tokens // 4096) * 4096)
+
+
 def padded_prompts(tokens: Any, lengths: Any = None) -> tuple[np.ndarray, np.ndarray]:
-    """[B,T] with lengths [B], or B sequences -> (int32 [B,T] padded with 0 at the end, int32 [B] lengths).
+    """[B,T] with lengths [B], or B sequences -> (integers [B,T] padded with 0 at the end, int32 [B] lengths).
 
     ValueError: no prompt, an empty one, ids that are no integers, lengths beside sequences or outside 1..T.
     """
-    if isinstance(tokens, list | tuple) and tokens and np.ndim(tokens[0]) == 1:
+    if isinstance(tokens, list | tuple) and tokens and any(np.ndim(row) == 1 for row in tokens):
         if lengths is not None:
             raise ValueError("lengths is given beside a list of prompts, which have their own; drop it or pass one array [B,T].")
         rows = [np.asarray(row) for row in tokens]
+        for given in rows:
+            if given.ndim != 1 or (given.size and given.dtype.kind not in "iu"):
+                raise ValueError(f"a prompt is {given.dtype}{list(given.shape)}; each must be integers [T].")
         lengths = np.array([len(row) for row in rows])
         padded = np.zeros((len(rows), max(int(lengths.max()), 1)), np.int64)
         for row, given in zip(padded, rows, strict=True):
-            if given.ndim != 1 or (given.size and not np.issubdtype(given.dtype, np.integer)):
-                raise ValueError(f"a prompt is {given.dtype}{list(given.shape)}; each must be integers [T].")
             row[: len(given)] = given
     else:
         padded = np.asarray(tokens)
         if padded.ndim != 2 or not np.issubdtype(padded.dtype, np.integer):
             raise ValueError(f"tokens is {padded.dtype}{list(padded.shape)}; it must be integers [B,T], or a list of sequences.")
         lengths = np.full(padded.shape[0], padded.shape[1]) if lengths is None else np.asarray(lengths)
-    if lengths.shape != padded.shape[:1] or not lengths.size or lengths.min() < 1 or lengths.max() > padded.shape[1]:
+    if (
+        lengths.shape != padded.shape[:1]
+        or lengths.dtype.kind not in "iu"
+        or not lengths.size
+        or lengths.min() < 1
+        or lengths.max() > padded.shape[1]
+    ):
         raise ValueError(
             f"prompts of {lengths.tolist()} tokens in an array {list(padded.shape)}; each needs at least one token (such as the "
             "tokenizer's start) and at most the array's."
         )
-    return padded.astype(np.int32), lengths.astype(np.int32)
-
-
-def _checked_stop(stop_ids: Sequence[int], vocab_size: int) -> jax.Array:
-    if any(not isinstance(stop, int | np.integer) or not 0 <= stop < vocab_size for stop in stop_ids):
-        raise ValueError(f"stop_ids {list(stop_ids)}; they must be integers in [0, {vocab_size}), the vocabulary.")
-    return jnp.asarray(np.asarray(stop_ids, np.int32).reshape(-1))
+    return padded, lengths.astype(np.int32)  # ids keep their width until prefill has checked them

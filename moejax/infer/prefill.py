@@ -12,9 +12,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .cache import HybridCache
+from .cache import HybridCache, check_cache
 from .forward import embed, logits_of, run_layers
 from .mixers import kda_chunk, mla_chunk, over_mesh
+from .requests import at_least_one
 from .weights import Weights
 
 
@@ -85,6 +86,7 @@ def prefill_chunk(weights: Weights, cache: HybridCache, tokens, counts, *, rows=
     No value is checked, so that all may be traced: the caller sees to it that lengths + counts stay within the capacity.
     Donate the cache to the jit around it, or each call copies all of it.
     """
+    check_cache(weights, cache)
     if rows is not None and weights.parallel is not None and weights.parallel.size("batch") > 1:
         raise ValueError("rows and a mesh that cuts rows exclude each other: give tokens for every row, with count 0 where there are none.")
     mask = jnp.arange(tokens.shape[1], dtype=jnp.int32) < counts[:, None]
@@ -117,12 +119,12 @@ def _fit(experts, length: int):
 
 
 def _checked(weights: Weights, tokens: np.ndarray, cache: HybridCache, counts, chunk: int) -> np.ndarray:
+    check_cache(weights, cache)
     if tokens.ndim != 2 or tokens.shape[1] == 0 or not np.issubdtype(tokens.dtype, np.integer):
         raise ValueError(f"tokens is {tokens.dtype}{list(tokens.shape)}; it must be integers [B,T] with T >= 1.")
     if tokens.shape[0] != cache.rows:
         raise ValueError(f"tokens has {tokens.shape[0]} rows and the cache {cache.rows}; a row without new tokens has count 0.")
-    if chunk < 1:
-        raise ValueError(f"chunk={chunk}; it must be at least 1.")
+    at_least_one("chunk", chunk)
     counts = np.full(tokens.shape[0], tokens.shape[1]) if counts is None else np.asarray(counts)
     if counts.shape != tokens.shape[:1] or counts.dtype.kind not in "iu" or counts.min() < 0 or counts.max() > tokens.shape[1]:
         raise ValueError(f"counts is {counts.tolist()}; it must be integers [B] between 0 and T = {tokens.shape[1]}.")
@@ -130,7 +132,7 @@ def _checked(weights: Weights, tokens: np.ndarray, cache: HybridCache, counts, c
     if real.size and (real.min() < 0 or real.max() >= weights.config.vocab_size):
         raise ValueError(f"token ids span [{real.min()}, {real.max()}]; they must lie in [0, {weights.config.vocab_size}), the vocabulary.")
     check_room(cache, counts)
-    return counts
+    return counts.astype(np.int64)  # unsigned ones would wrap where a chunk begins behind a row's end
 
 
 def check_room(cache: HybridCache, counts) -> None:

@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from ..config import ModelConfig
+from ..config import DTYPES, ModelConfig
 from ..modules.model import HybridLM, compute_dtype
 from ..modules.plan import layer_locations, layer_specs
 from ..ops.experts import LatentMoEWeights, PackedExperts
@@ -97,16 +97,48 @@ def prepare(model: HybridLM, variables: Mapping[str, Any], *, dtype: str | None 
       ValueError: a collection is missing, or parameters of another configuration.
     """
     config = model.config
-    for name in ("params", "router_state"):
-        if name not in variables and (name == "params" or config.moe_layers):
-            raise ValueError(f"variables has {', '.join(variables) or 'nothing'} and no {name!r}; give {{'params', 'router_state'}}.")
-    dtype = str(jnp.dtype(dtype or compute_dtype(config)))
+    dtype = checked_dtype("dtype", dtype or compute_dtype(config))
+    _check_variables(variables, config)
     parallel = None
     if model.parallel is not None:
         model.parallel.check(config)
         parallel = dataclasses.replace(model.parallel, rules=dataclasses.replace(model.parallel.rules, time=None))
     parts: Any = _take_apart(variables["params"], variables.get("router_state", {}), config=config, dtype=dtype)
     return Weights(*parts, config=config, dtype=dtype, parallel=parallel)
+
+
+def checked_dtype(name: str, dtype: Any) -> str:
+    """The name of a dtype that inference takes. ValueError: another one, or float64 without jax_enable_x64."""
+    try:
+        found = str(jnp.dtype(dtype))
+    except TypeError:
+        found = str(dtype)
+    if found not in DTYPES or (found == "float64" and not jax.config.jax_enable_x64):  # pyright: ignore[reportAttributeAccessIssue]
+        raise ValueError(f"{name} is {found}; allowed: {', '.join(DTYPES)} (float64 with jax.enable_x64 only).")
+    return found
+
+
+@lru_cache(maxsize=32)
+def _shapes_of(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    tree = jax.eval_shape(HybridLM(config).init, jax.random.key(0), jax.ShapeDtypeStruct((1, 1), jnp.int32))
+    return _named_shapes(tree)
+
+
+def _named_shapes(tree: Any) -> dict[str, tuple[int, ...]]:
+    return {jax.tree_util.keystr(path, simple=True, separator="/"): tuple(x.shape) for path, x in jax.tree_util.tree_leaves_with_path(tree)}
+
+
+def _check_variables(variables: Mapping[str, Any], config: ModelConfig) -> None:
+    """Raise ValueError unless the collections are those of the configuration, name by name and shape by shape."""
+    for name in ("params", "router_state"):
+        if name not in variables and (name == "params" or config.moe_layers):
+            raise ValueError(f"variables has {', '.join(variables) or 'nothing'} and no {name!r}; give {{'params', 'router_state'}}.")
+    given = _named_shapes({name: variables[name] for name in ("params", "router_state") if name in variables})
+    needed = _shapes_of(config)
+    wrong = [name for name in sorted({*given, *needed}) if given.get(name) != needed.get(name)]
+    if wrong:
+        first = f"{wrong[0]} is {given.get(wrong[0], 'missing')} and must be {needed.get(wrong[0], 'absent')}"
+        raise ValueError(f"the parameters were made for another configuration: {first} ({len(wrong)} such differences).")
 
 
 @partial(jax.jit, static_argnames=("config", "dtype"))
@@ -141,18 +173,11 @@ def _cast(name: str, value, *, dtype):
 
 def _layer_tree(tree, config: ModelConfig, index: int) -> Any:
     """The parameters of layer `index` out of the stacks."""
-    try:
-        if config.residual == "full":
-            return tree["stack"][f"layer_{index}"]
-        location = layer_locations(config)[index]
-        group, run, layer = location.path
-        stacked = tree["stack"][group][run][layer]
-    except KeyError as error:
-        raise ValueError(
-            f"the parameters have no {error} for layer {index}, which this configuration has; they were made for another pattern, depth "
-            "or residual."
-        ) from None
-    return jax.tree.map(lambda leaf: leaf[location.index], stacked)
+    if config.residual == "full":
+        return tree["stack"][f"layer_{index}"]
+    location = layer_locations(config)[index]
+    group, run, layer = location.path
+    return jax.tree.map(lambda leaf: leaf[location.index], tree["stack"][group][run][layer])
 
 
 def _query(tree, name: str) -> DepthQuery | None:

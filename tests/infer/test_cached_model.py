@@ -79,7 +79,7 @@ def test_every_position_equals_the_full_forward(case, weights, chunk):
 @pytest.mark.parametrize("chunk", [1, 7, 16, 64])
 def test_ragged_prompts(case, weights, chunk):
     """Public case I2: rows of 3, 17, 64 and 65 tokens in one batch; padding ids, also outside the vocabulary, change nothing."""
-    counts = np.array([3, 17, 64, 65])
+    counts = np.array([3, 17, 64, 65], np.uint32)
     tokens = np.where(np.arange(65) < counts[:, None], TOKENS[:, :65], 10**6)
     given = prefill(weights, tokens, empty(weights), counts=counts, chunk=chunk, return_experts=True)
     assert_close(given.logits, case[2][np.arange(4), counts - 1], 1e-5)
@@ -236,21 +236,37 @@ def test_errors_come_before_any_work(case, weights):
     model, variables, *_ = case
     cache = empty(weights)
     for call, message in [
-        (lambda: init_cache(weights.config, 0, 5), "rows=0"),
-        (lambda: init_cache(weights.config, 1, 5, state_dtype="float16"), "float16"),
+        (lambda: init_cache(weights.config, 0, 5), "rows is 0"),
+        (lambda: init_cache(weights.config, 1, 5, state_dtype="float16"), "state_dtype is float16"),
+        (lambda: init_cache(weights.config, 1, 5, dtype="float64"), "enable_x64"),
+        (lambda: prepare(model, variables, dtype="int8"), "dtype is int8"),
         (lambda: prefill(weights, TOKENS[:2], cache), "2 rows and the cache 4"),
         (lambda: prefill(weights, TOKENS, cache, counts=[71, 0, 0, 0]), "between 0 and T = 70"),
         (lambda: prefill(weights, TOKENS + 60, cache), r"\[0, 64\)"),
         (lambda: prefill(weights, np.tile(TOKENS, 2), cache), "exceed the cache's capacity of 80"),
-        (lambda: prefill(weights, TOKENS, cache, chunk=0), "chunk=0"),
+        (lambda: prefill(weights, TOKENS, cache, chunk=0), "chunk is 0"),
         (lambda: decode_step(weights, cache, TOKENS[0]), r"\[B\] = \[4\]"),
         (lambda: take_rows(cache, [4]), "rows 0 to 3"),
         (lambda: put_rows(cache, [1, 1], take_rows(cache, [0, 1])), "repeat"),
         (lambda: put_rows(cache, [1], init_cache(weights.config, 1, 9, dtype="float32")), "capacity 80 and 9"),
         (lambda: generate(model, variables, [[]], max_new_tokens=1), "at least one token"),
-        (lambda: generate(model, variables, [[1, 2]], max_new_tokens=0), "max_new_tokens=0"),
+        (lambda: generate(model, variables, [[1, 2]], max_new_tokens=0), "max_new_tokens is 0"),
         (lambda: generate(model, variables, [[1, 2]], max_new_tokens=5, capacity=6), "make 7"),
-        (lambda: generate(model, variables, [[1, 2]], max_new_tokens=5, stop_ids=[64]), "stop_ids"),
+        (lambda: generate(model, variables, [[1, 2]], max_new_tokens=5, stop_ids=[64]), "stop_ids holds 64"),
+        (lambda: generate(model, variables, [[2**32 + 5]], max_new_tokens=1), r"\[0, 64\)"),
+        (lambda: generate(model, variables, [[1, 2], 3], max_new_tokens=1), "each must be integers"),
+        (lambda: generate(model, variables, TOKENS[:1], lengths=[2.9], max_new_tokens=1), "prompts of"),
+        (
+            lambda: generate(HybridLM(weights.config.replace(norm_eps=1e-3)), None, [[1]], max_new_tokens=1, weights=weights),
+            "another model",
+        ),
+        (lambda: prepare(HybridLM(weights.config.replace(pattern="KKM")), variables), "another configuration"),
+        (lambda: prepare(HybridLM(weights.config.replace(vocab_size=100)), variables), "embedding is .64, 24. and must be .100, 24."),
+        (lambda: prefill(weights, TOKENS, init_cache(weights.config.replace(layers=6), 4, 80)), "6 layers and the model 3"),
+        (lambda: prefill(weights, TOKENS, init_cache(weights.config.replace(pattern="KKM"), 4, 80)), "layer 1 of the cache is KDAState"),
+        (lambda: prefill(weights, TOKENS, init_cache(weights.config, 4, 80, dtype="bfloat16")), "in bfloat16, and the model needs"),
+        (lambda: decode_step(weights, cache, np.array([1, 2, -7, 3])), "tokens holds -7"),
+        (lambda: check_cut(cache, 99, 0), "rows 0 to 3"),
         (lambda: prepare(model, {"params": variables["params"]}), "router_state"),
     ]:
         with pytest.raises(ValueError, match=message):
@@ -258,3 +274,6 @@ def test_errors_come_before_any_work(case, weights):
     full = type(cache)(cache.layers, jnp.full((4,), CAPACITY, jnp.int32))
     with pytest.raises(ValueError, match="holds 80 tokens and 1 more"):
         decode_step(weights, full, TOKENS[:, 0])
+    prefill(weights, TOKENS[:, :30], cache, chunk=16)
+    with pytest.raises(ValueError, match="this cache was consumed"):
+        prefill(weights, TOKENS[:, :30], cache, chunk=16)
