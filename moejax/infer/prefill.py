@@ -48,9 +48,8 @@ def prefill(
       tokens: [B,T] integers, rows padded at the end.
       cache: of `init_cache`, B rows; row b goes on at cache.lengths[b].
       counts: [B] tokens of each row, 0 to T; None: T each. A row with 0 stays as it is.
-      chunk: tokens a row and call. Larger chunks are faster until the card is full, and take more memory: about 50 x D bytes a token
-        and row for a block of 12 layers. One compile for each shape [B,chunk]; prompts
-        shorter than a chunk take the next power of two.
+      chunk: tokens a row and call. Larger chunks are faster until the card is full, and take more memory: depth attention alone holds
+        8 D bytes a token, row and layer of a block. One compile for each shape [B,chunk]; shorter prompts take the next power of two.
       return_experts: also return the routed experts.
 
     Raises:
