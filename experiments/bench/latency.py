@@ -1,36 +1,44 @@
 """Latency of inference: time to the first token, decoding against its floor of bytes, the hybrid against an all-MLA model.
 
-    python experiments/bench/latency.py --out latency.jsonl                      # one H200, 300M parameters, under ten minutes
+    python experiments/bench/latency.py --plan 1 --out latency.jsonl             # decoding; one H200, 300M parameters, at most 500 s
+    python experiments/bench/latency.py --plan 2 --out latency.jsonl             # prefilling and the rest, as long
     python experiments/bench/latency.py --sections decode --decode 8192x256      # one section, one case
-    python experiments/bench/latency.py --size tiny                              # the same program in a minute on a CPU
+    python experiments/bench/latency.py --size tiny                              # the same program in two minutes on a CPU
 
-Sections, in the order in which they run:
-  check     prefill in chunks of 1, 7, 64, 1000 + decoding against one full forward: bfloat16 within 1e-2 of the largest logit, float32 1e-5
-  decode    ms a step at 8K ... 1M tokens and several batches; "waited": the host reads every step's tokens before the next
-  compare   hybrid and all-MLA at 1M: cache bytes, tokens/s at the same batch and at the largest that fits
-  stable    tokens/s over windows of one long answer
-  first     time to the first token of the hybrid: p50 and p95 of 20 prompts up to 64K, median of 3 beyond (as far as time goes)
-  kda       time a token of the KDA layers over 64K and over 1M: one layer alone, and a model that has no other mixer
-  mla       time to the first token of the all-MLA model; 1M is estimated from 128K and 256K
-  scan      many steps in one program against one call a step
-  profile   the longest kernels of a step and of a chunk
+Sections, in the order in which they run; a section begins when at least 60% of its seconds (--seconds) are left of --budget,
+and what it compiled is measured up to 45 s beyond them:
+  decode    plan 1  ms a step at 8K ... 1M tokens with many rows, then with one; "waited": the host reads every step's tokens
+  compare   plan 1  hybrid and all-MLA at 1M: cache bytes, tokens/s at the same batch and at the largest that fits
+  first     plan 2  time to the first token of the hybrid: p50 and p95 of 20 prompts up to 64K, median of 3 up to 1M (as time goes)
+  kda       plan 1  time a token of the KDA layers over 64K and over 1M: one layer alone, and a model that has no other mixer
+  stable    plan 1  tokens/s over windows of one long answer
+  check     plan 2  prefill in chunks of 1, 7, 64, 1000 + decoding against one full forward: bfloat16 1e-2 of the largest logit,
+                    float32 1e-5; beside it how far bfloat16 is from float32, which is 2e-2 for a full forward of 4 layers too
+  mla       plan 2  time to the first token of the all-MLA model; 1M is estimated from 128K and 256K
+  scan      plan 2  many steps in one program against one call a step, one row
+  profile   both    the longest kernels of the steps and chunks that the plan compiled
 
+Most of the time is compiling: a step of 16 layers is 700 kernels, and XLA times the forms of each product ("Delay kernel timed out" comes
+from that and is harmless). Programs are kept in a folder of the temporary directory, so a second call is faster; XLA_FLAGS=
+--xla_gpu_autotune_level=2 leaves out the checks of that timing and =0 all of it, at the price of slower products.
 Models: random weights in bfloat16, KDA states in float32. Before decoding, caches are filled with random numbers, not by a prefill.
 Every row is printed and written as soon as it is measured. Floors count each weight, state and latent once at 4.3 TB/s (latency_floor.py).
 """
 
 from __future__ import annotations
 
-import os
-
-os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.95")  # before jax; the largest batches need it
-
 import argparse
+import os
 import pathlib
 import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Iterator, Sequence
+
+if __name__ == "__main__":  # before jax is imported
+    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.95")  # the largest batches need it
+    os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(pathlib.Path(tempfile.gettempdir()) / "moejax-latency"))
 
 import jax
 from latency_bench import Bench
@@ -41,28 +49,35 @@ from latency_subject import PATTERNS, SIZES, Size
 from moejax.counting import count_parameters
 
 SECTIONS = {
-    "check": check,
     "decode": decode,
     "compare": compare,
-    "stable": stable,
     "first": lambda bench: first_token(bench, "hybrid"),
     "kda": kda,
+    "stable": stable,
+    "check": check,
     "mla": lambda bench: first_token(bench, "all-MLA"),
     "scan": scan,
     "profile": profile,
 }
-SECONDS = {"check": 90, "decode": 120, "compare": 100, "stable": 30, "first": 120, "kda": 40, "mla": 60, "scan": 40, "profile": 60}
+PLANS = {
+    1: ("decode", "compare", "kda", "stable", "profile"),
+    2: ("first", "check", "mla", "scan", "profile"),
+}
+SECONDS = {"decode": 210, "compare": 130, "first": 190, "kda": 70, "stable": 50, "check": 80, "mla": 110, "scan": 50, "profile": 30}
+ENOUGH = 0.6  # share of a section's seconds without which it does not begin: nothing is left half measured
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", choices=SIZES, default="full")
-    parser.add_argument("--sections", nargs="+", choices=SECTIONS, default=[name for name in SECTIONS if name != "profile"])
-    parser.add_argument("--budget", type=float, default=520, help="seconds of everything; sections that begin later are left out")
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--sections", nargs="+", choices=SECTIONS, default=list(SECTIONS))
+    which.add_argument("--plan", type=int, choices=PLANS, help="the sections of one of two calls")
+    parser.add_argument("--budget", type=float, default=500, help="seconds of everything; sections that begin later are left out")
     parser.add_argument("--seconds", nargs="*", default=[], metavar="SECTION=N", help=f"budget of a section; {SECONDS}")
     parser.add_argument("--chunk", type=int, help="tokens of a chunk of a prefill")
     parser.add_argument("--longest", type=int, help="tokens of the longest context of `first`, a power of two; default 1M")
-    parser.add_argument("--decode", nargs="+", metavar="LENGTHxBATCH", help="instead of the cases of `decode` and `profile`")
+    parser.add_argument("--decode", nargs="+", metavar="LENGTHxBATCH", help="instead of the cases of `decode`")
     parser.add_argument("--scan-steps", type=int, default=32, help="steps of a program of `scan`")
     parser.add_argument("--state-dtype", choices=("float32", "bfloat16"), default="float32", help="storage of the KDA states")
     parser.add_argument("--out", type=pathlib.Path, help="rows are appended to this file, one JSON object a line")
@@ -78,12 +93,12 @@ def sized(options: argparse.Namespace) -> Size:
         size = size._replace(long=tuple(mark for mark in size.long if mark <= options.longest))
     if not size.long:
         raise ValueError(f"--longest is {options.longest}; it must be at least {SIZES[options.size].long[0]}.")
-    if size.chunk < 1 or any(mark % min(size.chunk, mark) for mark in (*size.prompts, *size.long)):
+    if size.chunk < 1 or any(mark % min(size.chunk, mark) for mark in (*size.prompts, *size.prompts_mla, *size.long)):
         raise ValueError(f"--chunk is {size.chunk}; it must divide every longer prompt: a power of two.")
     if options.decode is not None:
         try:
-            cases = [tuple(map(int, case.split("x"))) for case in options.decode]
-            size = size._replace(decode=tuple((length, (rows,)) for length, rows in cases))
+            cases = [map(int, case.split("x")) for case in options.decode]
+            size = size._replace(decode=tuple((length, rows) for length, rows in cases))
         except ValueError:
             raise ValueError(f"--decode is {options.decode}; a case is LENGTHxBATCH, as 8192x256.") from None
     return size
@@ -107,17 +122,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    bench, failed = Bench(size, options.state_dtype, options.scan_steps, options.out), []
+    bench = Bench(size, options.state_dtype, options.scan_steps, options.out)
     bench.begin("setting", float("inf"))
     bench.add(device=jax.devices()[0].device_kind, jax=jax.__version__, size=options.size, chunk=size.chunk, state=options.state_dtype,
               xla_flags=os.environ.get("XLA_FLAGS", ""))  # fmt: skip
     for name, pattern in PATTERNS.items():
         counts = count_parameters(size.config.replace(pattern=pattern))
         bench.add(model=name, pattern=pattern, parameters=counts.total, active=counts.active)
-    for name in (name for name in SECTIONS if name in options.sections):
+    wanted = options.sections if options.plan is None else PLANS[options.plan]
+    for name in (name for name in SECTIONS if name in wanted):
         left = options.budget - (time.perf_counter() - began)
         bench.begin(name, min(seconds[name], left))
-        if bench.left() <= 0:
+        if seconds[name] <= 0 or left < ENOUGH * seconds[name]:
             bench.skip("the section")
             continue
         start = time.perf_counter()
@@ -125,11 +141,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             SECTIONS[name](bench)
         except Exception as error:  # the other sections are worth having
             traceback.print_exc()
-            bench.add(failed=f"{type(error).__name__}: {str(error)[:200]}")
-            failed.append(name)
+            bench.fail("the section", error)
         bench.add(took_s=time.perf_counter() - start)
     print_table(bench.rows)
-    return 1 if failed else 0
+    return 1 if any("failed" in row for row in bench.rows) else 0
 
 
 def print_table(rows: list[dict]) -> None:
@@ -146,6 +161,9 @@ def _verdicts(row: dict) -> Iterator[tuple[str, str, str]]:
     first = f"{model} first token of {row.get('prompt')}"
     if "error" in row:
         yield f"{row['dtype']}, chunks of {row['chunk']}", f"{row['error']:.1e}", f"<= {row['bound']:g}"
+    if "from_float32" in row:
+        what = f"{row['dtype']}, chunks of {row['chunk']}, from float32"
+        yield what, f"{row['from_float32']:.1e}", f"full forward in {row['dtype']}: {row['full_from_float32']:.1e}"
     if "ratio" in row:
         what = f"{model} {row['length']} x {row['rows']}" + (f", {row['steps_a_call']} a call" if "steps_a_call" in row else "")
         yield what, f"{row['ratio']:.2f} floors", f"<= 1.5; {row['ms']:.3f} ms, waited {row['waited_ms']:.3f}, {speed}"

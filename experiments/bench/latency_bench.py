@@ -7,19 +7,23 @@ import pathlib
 import time
 from typing import Any
 
-from latency_subject import Program, Size, Subject, compile_all, make_subject
+import jax
+from latency_subject import Program, Request, Size, Subject, compile_all, random_key
 
 GB = 1e9
+GRACE = 45  # seconds beyond a section's budget in which what was compiled is still measured
 
 
 class Bench:
-    """What all sections share: the sizes, the models made so far, the rows, the clock of the section."""
+    """What all sections share: the sizes, the models and programs made so far, the rows, the clock of the section."""
 
     def __init__(self, size: Size, state_dtype: str, scan: int, out: pathlib.Path | None):
         self.size, self.state_dtype, self.scan, self.out = size, state_dtype, scan, out
         self.rows: list[dict[str, Any]] = []
         self.section, self.end = "", float("inf")
+        self.programs: dict[Any, Program] = {}
         self._subjects: dict[str, Subject] = {}
+        self.longest_compile = 0.0
 
     def begin(self, section: str, seconds: float) -> None:
         self.section, self.end = section, time.perf_counter() + seconds
@@ -28,9 +32,17 @@ class Bench:
         """Seconds of the section's budget."""
         return self.end - time.perf_counter()
 
+    def over(self) -> bool:
+        """Whether not even a measurement of a few seconds, whose program is compiled, should begin."""
+        return self.left() < -GRACE
+
+    def can_compile(self) -> bool:
+        """Whether more programs and a few seconds of measuring fit, by what the slowest group took."""
+        return self.left() > self.longest_compile
+
     def subject(self, name: str) -> Subject:
         if name not in self._subjects:
-            self._subjects[name] = make_subject(name, self.size, self.state_dtype)
+            self._subjects[name] = Subject(name, self.size, self.state_dtype)
         return self._subjects[name]
 
     def forget(self, name: str) -> None:
@@ -50,12 +62,29 @@ class Bench:
     def skip(self, what: str) -> None:
         self.add(left_out=f"{what}: the section's time is used up")
 
-    def compile(self, requests: dict[Any, Any]) -> dict[Any, Program]:
+    def fail(self, what: str, error: BaseException) -> None:
+        self.add(failed=f"{what}: {type(error).__name__}: {str(error)[:300]}")
+
+    def compile(self, requests: dict[Any, Request], *subjects: Subject) -> dict[Any, Program]:
+        """The programs of `requests`, side by side with those that make the weights of `subjects`. One that fails is a row and left out."""
         begin = time.perf_counter()
-        programs = compile_all(requests)
-        longest = max(program.compile_s for program in programs.values())
-        self.add(programs=len(programs), compile_s=time.perf_counter() - begin, longest_s=longest)
-        return programs
+        wanted = {("weights", s.name): s.request() for s in subjects if s.weights is None}
+        wanted |= {key: request for key, request in requests.items() if key not in self.programs}
+        found = compile_all(wanted)
+        for key, program in found.items():
+            if isinstance(program, Exception):
+                self.fail("compile " + " ".join(map(str, key)), program)
+            else:
+                self.programs[key] = program
+        seconds = [program.compile_s for program in found.values() if isinstance(program, Program)]
+        took = time.perf_counter() - begin
+        self.longest_compile = max(self.longest_compile, took)
+        self.add(programs=len(found), compile_s=took, longest_s=max(seconds, default=0.0))
+        for subject in subjects:
+            if subject.weights is None:
+                program = self.programs.pop(("weights", subject.name))  # KeyError: it failed, so the section does
+                subject.weights = jax.block_until_ready(program.call(random_key(0)))
+        return {key: self.programs[key] for key in requests if key in self.programs}
 
 
 def _shown(value: Any) -> str:

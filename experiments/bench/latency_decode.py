@@ -9,7 +9,7 @@ import jax
 import numpy as np
 from latency_bench import GB, Bench
 from latency_floor import step_bytes
-from latency_subject import Decoder, Program, Subject, chunk_request, compile_all, decode_request, filled_cache
+from latency_subject import Decoder, Program, Subject, chunk_request, decode_request, filled_cache
 
 from moejax.infer import cache_bytes
 
@@ -19,9 +19,10 @@ MOST_STEPS = 64  # of one measurement: the cache has room for them
 def measure_decode(bench: Bench, subject: Subject, program: Program, rows: int, capacity: int, length: int, **more: Any) -> dict[str, Any]:
     """ms a step, queued (one wait at the end) and waited for one by one, beside the floor of bytes."""
     decoder = Decoder(subject, program, rows, capacity, length)
-    row = _timed_decode(bench, decoder, subject, rows, length, **more)
-    decoder.free()
-    return row
+    try:
+        return _timed_decode(bench, decoder, subject, rows, length, **more)
+    finally:
+        decoder.free()
 
 
 def _timed_decode(bench: Bench, decoder: Decoder, subject: Subject, rows: int, length: int, *, a_call: int = 1, **more: Any):
@@ -38,61 +39,71 @@ def _timed_decode(bench: Bench, decoder: Decoder, subject: Subject, rows: int, l
         return found
 
     queued, waited = repeat(5, calls), repeat(3, calls, wait_each=True)
-    ms, floor = statistics.median(queued), step_bytes(subject.weights, rows, length, state_dtype=subject.state_dtype)
+    ms, floor = statistics.median(queued), step_bytes(subject.shapes, rows, length, state_dtype=subject.state_dtype)
     return bench.add(model=subject.name, length=length, rows=rows, ms=ms, fastest_ms=min(queued), waited_ms=statistics.median(waited),
                      tokens_s=rows / ms * 1e3, floor_ms=floor.milliseconds, ratio=ms / floor.milliseconds, gbytes=floor.total / GB,
                      temporary_gb=decoder.program.temporary / GB, **more)  # fmt: skip
 
 
 def decode(bench: Bench) -> None:
-    """Steps of the hybrid at every length and batch, and of one row."""
+    """Steps of the hybrid at every length with many rows, then of one row at every length of one capacity.
+
+    Two programs at a time: rows come early, and not all of them ask the card at once which form of a product is the fastest.
+    """
     size, subject = bench.size, bench.subject("hybrid")
-    cases = [(length, rows) for length, batches in size.decode for rows in batches]
-    longest = max(size.single) + size.room
-    requests: dict[Any, Any] = {case: decode_request(subject, case[1], case[0] + size.room) for case in cases}
-    programs = bench.compile(requests | {"one": decode_request(subject, 1, longest)})
-    for length, rows in cases:
-        if bench.left() < 0:
-            bench.skip(f"{rows} rows of {length} tokens")
+    for cases in (size.decode[at : at + 2] for at in range(0, len(size.decode), 2)):
+        requests = {case: decode_request(subject, case[1], case[0] + size.room) for case in cases}
+        if subject.weights is not None and not bench.can_compile():
+            bench.skip(f"length, rows {cases}")
             continue
-        measure_decode(bench, subject, programs[length, rows], rows, length + size.room, length)
-    if bench.left() < 0:
+        programs = bench.compile({key: one for request in requests.values() for key, one in request.items()}, subject)
+        for (length, rows), (key,) in requests.items():
+            if key in programs and not bench.over():
+                _or_failed(bench, f"{rows} rows of {length} tokens", subject, programs[key], rows, length + size.room, length)
+    if not bench.can_compile():
         return bench.skip("one row")
-    decoder = Decoder(subject, programs["one"], 1, longest, size.single[0])
-    for length in size.single:
-        _timed_decode(bench, decoder, subject, 1, length, capacity=longest)
-    decoder.free()
+    longest = max(size.single) + size.room
+    for program in bench.compile(decode_request(subject, 1, longest)).values():
+        decoder = Decoder(subject, program, 1, longest, size.single[0])
+        for length in size.single:
+            _timed_decode(bench, decoder, subject, 1, length, capacity=longest)
+        decoder.free()
+
+
+def _or_failed(bench: Bench, what: str, *case: Any, **more: Any) -> dict[str, Any] | None:
+    """A measurement, or a row that says why there is none: the next case is worth having."""
+    try:
+        return measure_decode(bench, *case, **more)
+    except jax.errors.JaxRuntimeError as error:
+        bench.fail(what, error)
+        return None
 
 
 def scan(bench: Bench) -> None:
-    """Many steps in one program (lax.scan) against one call a step, which is what an engine does."""
-    size, subject, a_call = bench.size, bench.subject("hybrid"), bench.scan
-    cases = [(size.decode[0][0], size.decode[0][1][0]), (size.decode[0][0], 1)]
-    requests = {case: decode_request(subject, case[1], case[0] + size.room, scan=a_call) for case in cases}
-    requests |= {(*case, 1): decode_request(subject, case[1], case[0] + size.room) for case in cases}
-    programs = bench.compile(requests)
-    for length, rows in cases:
-        for key, count in (((length, rows), a_call), ((length, rows, 1), 1)):
-            if bench.left() < 0:
-                bench.skip(f"{rows} rows, {count} steps a call")
-                continue
-            measure_decode(bench, subject, programs[key], rows, length + size.room, length, a_call=count, steps_a_call=count)
+    """Many steps in one program (lax.scan) against one call a step, which is what an engine does: one row, bound by launches."""
+    size, subject, a_call, length = bench.size, bench.subject("hybrid"), bench.scan, bench.size.single[0]
+    requests = {**decode_request(subject, 1, length + size.room), **decode_request(subject, 1, length + size.room, scan=a_call)}
+    for key, program in bench.compile(requests, subject).items():
+        if bench.over():
+            bench.skip(f"{key[-1]} steps a call")
+            continue
+        measure_decode(bench, subject, program, 1, length + size.room, length, a_call=key[-1], steps_a_call=key[-1])
 
 
 def stable(bench: Bench) -> None:
     """Tokens/s over windows of one long answer."""
     length, rows, total, window = bench.size.stable
     subject, capacity = bench.subject("hybrid"), length + total + bench.size.room
-    program = bench.compile({0: decode_request(subject, rows, capacity)})[0]
+    (program,) = bench.compile(decode_request(subject, rows, capacity), subject).values()
     decoder = Decoder(subject, program, rows, capacity, length)
-    decoder.run(4)
+    decoder.run(window)  # the first steps of a process are slower
     decoder.rewind()
     speeds = []
-    while len(speeds) < total // window and bench.left() > 0:
+    while len(speeds) < total // window and not bench.over():
         speeds.append(rows * window / decoder.run(window))
     if not speeds:
         return bench.skip("windows")
-    floors = [step_bytes(subject.weights, rows, at).milliseconds for at in (length, length + window * (len(speeds) - 1))]
+    floors = [step_bytes(subject.shapes, rows, at).milliseconds for at in (length, length + window * (len(speeds) - 1))]
     bench.add(model=subject.name, length=length, rows=rows, window=window, decoded=window * len(speeds), tokens_s=speeds,
               last_over_first=speeds[-1] / speeds[0], floor_last_over_first=floors[0] / floors[1])  # fmt: skip
     decoder.free()
@@ -103,22 +114,21 @@ def compare(bench: Bench) -> None:
     size, length = bench.size, bench.size.long[-1]
     capacity = length + size.room
     subjects = [bench.subject(name) for name in ("hybrid", "all-MLA")]
-    bytes_of = [cache_bytes(s.config, 1, length, dtype=s.weights.dtype, state_dtype=s.state_dtype).total for s in subjects]
+    bytes_of = [cache_bytes(s.config, 1, length, dtype=s.shapes.dtype, state_dtype=s.state_dtype).total for s in subjects]
     bench.add(length=length, hybrid_gb=bytes_of[0] / GB, all_mla_gb=bytes_of[1] / GB, share=bytes_of[0] / bytes_of[1])
     limit = _memory()
-    held = sum(leaf.nbytes for s in subjects for leaf in jax.tree.leaves(s.weights))  # both models stay
-    requests: dict[Any, Any] = {(s.name, size.compare_rows): decode_request(s, size.compare_rows, capacity) for s in subjects}
-    for s in subjects:
-        most = _largest_batch(bench, s, capacity, limit, held)
-        if most is not None:
-            requests[s.name, most] = decode_request(s, most, capacity)
-    programs = bench.compile(requests)
-    found: dict[Any, list[float]] = {}
-    for (name, rows), program in programs.items():
-        subject = next(s for s in subjects if s.name == name)
-        row = _until_it_fits(bench, subject, program, rows, capacity, length)
-        if row is not None:
-            found.setdefault(("same" if rows == size.compare_rows else "largest"), []).append(row["tokens_s"])
+    # Both models stay. A program of a batch that may not fit is compiled all the same: only then its needs are known.
+    held = sum(leaf.size * leaf.dtype.itemsize for s in subjects for leaf in jax.tree.leaves(s.shapes))
+    batches = {"same": [size.compare_rows] * 2, "largest": [_largest_batch(bench, s, capacity, limit, held) for s in subjects]}
+    found: dict[str, list[float]] = {}
+    for batch, rows in batches.items():
+        if found and not bench.can_compile():
+            bench.skip(f"the {batch} batch")
+            continue
+        requests = [decode_request(s, n, capacity) for s, n in zip(subjects, rows, strict=True)]
+        programs = bench.compile(requests[0] | requests[1], *subjects)
+        measured = [_until_it_fits(bench, s, programs, n, capacity, length) for s, n in zip(subjects, rows, strict=True)]
+        found[batch] = [row["tokens_s"] for row in measured if row is not None]
     for batch, speeds in found.items():
         if len(speeds) == 2:
             bench.add(length=length, batch=batch, hybrid_over_all_mla=speeds[0] / speeds[1])
@@ -129,59 +139,72 @@ def _memory() -> int:
     return stats.get("bytes_limit", 0)
 
 
-def _largest_batch(bench: Bench, subject: Subject, capacity: int, limit: int, held: int) -> int | None:
+def _largest_batch(bench: Bench, subject: Subject, capacity: int, limit: int, held: int) -> int:
     """Rows whose cache fits beside the weights with 2% to spare; on a CPU two more than the common batch."""
     if not limit:
         return bench.size.compare_rows + (2 if subject.name == "hybrid" else 1)
-    row = cache_bytes(subject.config, 1, capacity, dtype=subject.weights.dtype, state_dtype=subject.state_dtype).total
+    row = cache_bytes(subject.config, 1, capacity, dtype=subject.shapes.dtype, state_dtype=subject.state_dtype).total
     return max(1, int((0.98 * limit - held) // row))
 
 
-def _until_it_fits(bench: Bench, subject: Subject, program: Program, rows: int, capacity: int, length: int) -> dict[str, Any] | None:
-    """Measure; where the memory does not do, with a row less, down to three quarters of the rows."""
+def _until_it_fits(bench: Bench, subject: Subject, programs: dict[Any, Program], rows: int, capacity: int, length: int):
+    """The row of a measurement; where the memory does not do, with a row of the batch less, down to three quarters. Or None."""
     least, limit = max(1, 3 * rows // 4), _memory()
-    while bench.left() > 0:
-        try:
-            if limit and program.needed > limit and rows > least:
-                raise jax.errors.JaxRuntimeError(f"RESOURCE_EXHAUSTED: the program needs {program.needed / GB:.1f} of {limit / GB:.1f} GB")
-            return measure_decode(bench, subject, program, rows, capacity, length)
-        except jax.errors.JaxRuntimeError as error:
-            if "RESOURCE_EXHAUSTED" not in str(error) or rows <= least:
-                raise
-            bench.add(model=subject.name, rows=rows, too_large=str(error).splitlines()[0][:90])
+    while not bench.over():
+        (key,) = request = decode_request(subject, rows, capacity)
+        program = programs.get(key) or bench.compile(request).get(key)
+        if program is None:
+            return None
+        if not limit or program.needed <= limit:
+            try:
+                return measure_decode(bench, subject, program, rows, capacity, length)
+            except jax.errors.JaxRuntimeError as error:
+                if "RESOURCE_EXHAUSTED" not in str(error):
+                    return bench.fail(f"{subject.name}, {rows} rows", error)
+                bench.add(model=subject.name, rows=rows, too_large=str(error).splitlines()[0][:90])
+        else:
+            bench.add(model=subject.name, rows=rows, too_large=f"{program.needed / GB:.1f} of {limit / GB:.1f} GB")
         rows -= 1
-        program = compile_all({0: decode_request(subject, rows, capacity)})[0]
+        if rows < least or not bench.can_compile():
+            break
     bench.skip(f"{subject.name}, {rows} rows")
     return None
 
 
 def profile(bench: Bench) -> None:
-    """The longest kernels of one step (first batch of each length) and of one chunk, by the profiler. Last: it slows what follows."""
+    """The longest kernels, by the profiler, of the steps and the chunk compiled so far; alone, of one each. Last: it slows what follows."""
     from kda import gpu_kernels
 
-    size, subject = bench.size, bench.subject("hybrid")
-    cases = [(length, batches[-1]) for length, batches in size.decode]
-    requests: dict[Any, Any] = {case: decode_request(subject, case[1], case[0] + size.room) for case in cases}
-    long = size.long[0] + size.room
-    programs = bench.compile(requests | {"chunk": chunk_request(subject, long, size.chunk)})
-    for length, rows in cases:
+    size, subject, long = bench.size, bench.subject("hybrid"), bench.size.long[0]
+    steps = {case: decode_request(subject, case[1], case[0] + size.room) for case in size.decode}
+    piece = chunk_request(subject, size.long[-1] + size.room, size.chunk)
+    if not any(key in bench.programs for request in (piece, *steps.values()) for key in request):
+        bench.compile({**piece, **steps[size.decode[0]]}, subject)
+    for (length, rows), (key,) in steps.items():
+        if key not in bench.programs:
+            continue
         if bench.left() < 0:
             bench.skip(f"profile of {rows} rows of {length}")
             continue
-        decoder = Decoder(subject, programs[length, rows], rows, length + size.room, length)
+        decoder = Decoder(subject, bench.programs[key], rows, length + size.room, length)
         decoder.run(2)
         _kernels(bench, gpu_kernels(decoder.run, (1,)), what="step", length=length, rows=rows)
         decoder.free()
-    held = [filled_cache(subject, 1, long, size.long[0] - size.chunk)]
+    (key,) = piece
+    if key not in bench.programs:
+        return
+    if bench.left() < 0:
+        return bench.skip("profile of a chunk")
+    held = [filled_cache(subject, 1, size.long[-1] + size.room, long - size.chunk)]
     tokens, counts = np.ones((1, size.chunk), np.int32), np.full((1,), size.chunk, np.int32)
 
     def one() -> jax.Array:
-        held[0], following = programs["chunk"].call(subject.weights, held[0]._replace(lengths=start), tokens, counts)
+        held[0], following = bench.programs[key].call(subject.weights, held[0]._replace(lengths=start), tokens, counts)
         return following
 
-    start = np.full((1,), size.long[0] - size.chunk, np.int32)
+    start = np.full((1,), long - size.chunk, np.int32)
     one()
-    _kernels(bench, gpu_kernels(one, ()), what="chunk", length=size.long[0], rows=1)
+    _kernels(bench, gpu_kernels(one, ()), what="chunk", length=long, rows=1)
 
 
 def _kernels(bench: Bench, found: dict[str, float], **row: Any) -> None:

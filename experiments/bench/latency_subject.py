@@ -27,13 +27,15 @@ class Size(NamedTuple):
     config: ModelConfig
     prompts: tuple[int, ...]
     """Lengths whose time to first token is taken many times."""
+    prompts_mla: tuple[int, ...]
+    """The same for the all-MLA model."""
     long: tuple[int, ...]
     """Longer ones, marks of one and the same prefill; the last is the longest context measured."""
     long_mla: tuple[int, ...]
     """The same for the all-MLA model; what is beyond them is estimated."""
     chunk: int
-    decode: tuple[tuple[int, tuple[int, ...]], ...]
-    """(length, batches)"""
+    decode: tuple[tuple[int, int], ...]
+    """(length, batch): one program each"""
     single: tuple[int, ...]
     """Lengths at batch 1, in one cache of the longest capacity."""
     compare_rows: int
@@ -62,14 +64,15 @@ FULL = Size(
         moe=MoEConfig(experts=24, experts_per_token=4, expert_width=256, latent=512, shared_width=512),
     ),
     prompts=(1 * K, 2 * K, 4 * K, 8 * K, 16 * K, 32 * K, 64 * K),
+    prompts_mla=(1 * K, 8 * K, 64 * K),
     long=(64 * K, 128 * K, 256 * K, 512 * K, M),
     long_mla=(64 * K, 128 * K, 256 * K),
-    chunk=4 * K,
-    decode=((8 * K, (64, 256, 1024)), (64 * K, (16, 128)), (256 * K, (64,)), (M, (16,))),
+    chunk=8 * K,  # the attention over the cache takes 9.6 us a token and layer at 1M, in chunks of 2048 11.5
+    decode=((8 * K, 1024), (64 * K, 128), (256 * K, 64), (M, 16)),
     single=(8 * K, 64 * K, 256 * K, M),
     compare_rows=4,
     stable=(8 * K, 64, 4 * K, 256),
-    check=(1003, 24, (1, 7, 64, 1000), 8),
+    check=(260, 12, (1, 7, 64, 1000), 4),
     room=1 * K,
     measured_s=1.0,
 )
@@ -85,10 +88,11 @@ TINY = Size(
         moe={"experts": 8, "experts_per_token": 2, "expert_width": 16, "latent": 16, "shared_width": 16},
     ),
     prompts=(16, 32),
+    prompts_mla=(32,),
     long=(32, 64, 128),
     long_mla=(32, 64),
     chunk=32,
-    decode=((32, (2, 4)), (128, (2,))),
+    decode=((32, 4), (128, 2)),
     single=(32, 128),
     compare_rows=2,
     stable=(32, 2, 32, 8),
@@ -99,23 +103,23 @@ TINY = Size(
 SIZES = {"full": FULL, "tiny": TINY}
 
 
-class Subject(NamedTuple):
-    """One model."""
+def random_key(seed: int) -> jax.Array:
+    """Keys of the "rbg" generator: the program that draws 300M weights compiles in half the time of "threefry2x32"."""
+    return jax.random.key(seed, impl="rbg")
 
-    name: str
-    weights: Any
-    state_dtype: str
 
-    @property
-    def config(self) -> ModelConfig:
-        return self.weights.config
+class Request(NamedTuple):
+    """A function to compile, with its arguments or their shapes."""
 
-    def cache_shapes(self, rows: int, capacity: int) -> Any:
-        return jax.eval_shape(lambda: init_cache(self.config, rows, capacity, dtype=self.weights.dtype, state_dtype=self.state_dtype))
+    function: Any
+    arguments: tuple
+    donated: int | None = 1
+    timed: bool = True
+    """False: XLA need not time the forms of its products."""
 
 
 class Program(NamedTuple):
-    """A compiled function of (weights, cache, tokens ...) that takes the cache's memory over."""
+    """A compiled function; most are of (weights, cache, tokens ...) and take the cache's memory over."""
 
     call: Any
     compile_s: float
@@ -125,11 +129,25 @@ class Program(NamedTuple):
     """Bytes of arguments, results and temporaries together."""
 
 
-def make_subject(name: str, size: Size, state_dtype: str) -> Subject:
-    """Random weights: enough for time."""
-    model = HybridLM(size.config.replace(pattern=PATTERNS[name]))
-    variables = jax.jit(model.init)(jax.random.key(0), jnp.zeros((1, 1), jnp.int32))
-    return Subject(name, jax.block_until_ready(prepare(model, variables)), state_dtype)
+class Subject:
+    """One model with random weights: enough for time. Programs are compiled for its shapes; `Bench.compile` then makes the weights."""
+
+    def __init__(self, name: str, size: Size, state_dtype: str):
+        self.name, self.state_dtype = name, state_dtype
+        self.config = size.config.replace(pattern=PATTERNS[name])
+        self.shapes: Any = jax.eval_shape(self._make, random_key(0))
+        self.weights: Any = None
+
+    def _make(self, key):
+        model = HybridLM(self.config)
+        return prepare(model, model.init(key, jnp.zeros((1, 1), jnp.int32)))
+
+    def request(self) -> Request:
+        """Of the program that makes the weights."""
+        return Request(self._make, (random_key(0),), donated=None, timed=False)
+
+    def cache_shapes(self, rows: int, capacity: int) -> Any:
+        return jax.eval_shape(lambda: init_cache(self.config, rows, capacity, dtype=self.shapes.dtype, state_dtype=self.state_dtype))
 
 
 def _next_tokens(logits: jax.Array) -> jax.Array:
@@ -154,38 +172,55 @@ def chunk(weights, cache, tokens, counts):
     return out.cache, _next_tokens(out.logits)
 
 
-def decode_request(subject: Subject, rows: int, capacity: int, *, scan: int | None = None):
+def decode_request(subject: Subject, rows: int, capacity: int, *, scan: int | None = None) -> dict[Any, Request]:
+    """{("step", model, rows, capacity, steps a call): its request}"""
     function = step if scan is None else functools.partial(steps, count=scan)
-    return function, (subject.weights, subject.cache_shapes(rows, capacity), jax.ShapeDtypeStruct((rows,), jnp.int32))
+    request = Request(function, (subject.shapes, subject.cache_shapes(rows, capacity), jax.ShapeDtypeStruct((rows,), jnp.int32)))
+    return {("step", subject.name, rows, capacity, scan or 1): request}
 
 
-def chunk_request(subject: Subject, capacity: int, length: int):
+def chunk_request(subject: Subject, capacity: int, length: int) -> dict[Any, Request]:
+    """{("chunk", model, length, capacity): its request}, of one row"""
     arguments = (jax.ShapeDtypeStruct((1, length), jnp.int32), jax.ShapeDtypeStruct((1,), jnp.int32))
-    return chunk, (subject.weights, subject.cache_shapes(1, capacity), *arguments)
+    return {("chunk", subject.name, length, capacity): Request(chunk, (subject.shapes, subject.cache_shapes(1, capacity), *arguments))}
 
 
-def compile_all(requests: dict[Any, tuple[Any, tuple]], workers: int = 8) -> dict[Any, Program]:
-    """{key: (function, arguments or their shapes)} -> {key: Program}; the second argument is donated. Compiled side by side."""
-    lowered = {key: jax.jit(function, donate_argnums=1).lower(*arguments) for key, (function, arguments) in requests.items()}
+def compile_all(requests: dict[Any, Request], workers: int = 12) -> dict[Any, Program | Exception]:
+    """A Program for each request, or the error that it met. Each compiles while the next is lowered, which needs the interpreter."""
 
-    def build(one) -> Program:
+    def build(lowered, timed: bool) -> Program:
         begin = time.perf_counter()
-        compiled = one.compile()
-        seconds, memory = time.perf_counter() - begin, compiled.memory_analysis()
+        compiled = lowered.compile() if timed else lowered.compile({"xla_gpu_autotune_level": 0})
+        seconds, memory = time.perf_counter() - begin, _memory_of(compiled)
         if memory is None:
             return Program(compiled, seconds, 0, 0)
         held = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
         return Program(compiled, seconds, memory.temp_size_in_bytes, held + memory.temp_size_in_bytes)
 
+    begun: dict[Any, Any] = {}
     with concurrent.futures.ThreadPoolExecutor(workers) as pool:
-        return dict(zip(lowered, pool.map(build, lowered.values()), strict=True))
+        for key, (function, arguments, donated, timed) in requests.items():
+            try:
+                lowered = jax.jit(function, donate_argnums=() if donated is None else donated).lower(*arguments)
+                begun[key] = pool.submit(build, lowered, timed)
+            except Exception as error:  # the other programs are worth having
+                begun[key] = error
+    return {key: one if isinstance(one, Exception) else (one.exception() or one.result()) for key, one in begun.items()}
+
+
+def _memory_of(compiled):
+    """None where the backend does not say, as of programs out of the compilation cache on some."""
+    try:
+        return compiled.memory_analysis()
+    except jax.errors.JaxRuntimeError:
+        return None
 
 
 def filled_cache(subject: Subject, rows: int, capacity: int, length: int) -> Any:
     """A cache of `length` tokens a row, of random numbers: the time of a step does not depend on them, and no prefill is waited for."""
     shapes = subject.cache_shapes(rows, capacity)
     leaves, treedef = jax.tree.flatten(shapes)
-    keys = jax.random.split(jax.random.key(1), len(leaves))
+    keys = jax.random.split(random_key(1), len(leaves))
     made = [_random(leaf.shape, leaf.dtype)(key) if leaf.dtype != jnp.int32 else None for leaf, key in zip(leaves, keys, strict=True)]
     made = [jnp.full(leaf.shape, length, jnp.int32) if new is None else new for leaf, new in zip(leaves, made, strict=True)]
     return jax.block_until_ready(jax.tree.unflatten(treedef, made))
@@ -212,12 +247,12 @@ def emptied():
     return jax.jit(lambda cache: clear_rows(cache, jnp.arange(cache.rows)), donate_argnums=0)
 
 
-def prefill_seconds(subject: Subject, programs: dict[int, Program], cache, tokens: np.ndarray, size: int, marks: tuple[int, ...]):
-    """Prefill one row. -> ({mark: seconds until the token after `mark` tokens is on the host}, cache). marks: multiples of `size`."""
+def prefill_seconds(subject: Subject, program: Program, cache, tokens: np.ndarray, size: int, marks: tuple[int, ...]):
+    """Prefill one row in chunks of `size`, which divides the marks. -> ({mark: seconds until the token after it is on the host}, cache)."""
     cache, begin, times = jax.block_until_ready(emptied()(cache)), time.perf_counter(), {}
     for start in range(0, marks[-1], size):
         part = tokens[:, start : start + size]
-        cache, following = programs[size].call(subject.weights, cache, part, np.full((1,), size, np.int32))
+        cache, following = program.call(subject.weights, cache, part, np.full((1,), size, np.int32))
         if start + size in marks:
             np.asarray(following)
             times[start + size] = time.perf_counter() - begin

@@ -75,11 +75,48 @@ def test_estimate_is_a_parabola(bench):
         (["--decode", "8192"], "a case is LENGTHxBATCH"),
         (["--seconds", "decode"], "it must be SECTION=N"),
         (["--longest", "3"], "--longest is 3; it must be at least 65536"),
+        (["--plan", "3"], None),
+        (["--plan", "1", "--sections", "decode"], None),
     ],
 )
 def test_bad_arguments(bench, arguments, message, capsys):
+    if message is None:  # argparse's own
+        with pytest.raises(SystemExit, match="2"):
+            bench["latency"].main(arguments)
+        return
     assert bench["latency"].main(arguments) == 2
     assert message in capsys.readouterr().err
+
+
+def test_plans_are_everything_and_fit(bench):
+    """Two calls of 500 s each: their sections' seconds fit, and none is in neither."""
+    latency = bench["latency"]
+    assert set().union(*latency.PLANS.values()) == set(latency.SECTIONS) == set(latency.SECONDS)
+    assert all(sum(latency.SECONDS[name] for name in names) <= 500 for names in latency.PLANS.values())
+
+
+def test_a_program_that_fails_leaves_the_others(bench, capsys):
+    """While tracing or in the compiler; the good one runs, is kept, and the failures are rows."""
+    subject, made = bench["latency_subject"], bench["latency_bench"].Bench(bench["latency_subject"].TINY, "float32", 2, None)
+    one = jax.ShapeDtypeStruct((2,), jnp.float32)
+    bad = lambda x: x @ jnp.ones((3, 3))
+    requests = {("bad",): subject.Request(bad, (one,), None), ("good",): subject.Request(lambda x: 2 * x, (one,), None, timed=False)}
+    programs = made.compile(requests)
+    assert set(programs) == {("good",)} and programs["good",].call(jnp.ones(2)).tolist() == [2, 2]
+    assert "compile bad: TypeError" in made.rows[0]["failed"] and made.rows[1]["programs"] == 2
+    assert made.compile({("good",): requests["good",]})["good",] is programs["good",] and made.rows[-1]["programs"] == 0
+
+
+def test_a_section_that_fails_leaves_the_others(bench, capsys, monkeypatch):
+    def broken(bench):
+        raise RuntimeError("no such card")
+
+    monkeypatch.setitem(bench["latency"].SECTIONS, "decode", broken)
+    monkeypatch.setitem(bench["latency"].SECTIONS, "stable", lambda bench: bench.add(reached=True))
+    assert bench["latency"].main(["--size", "tiny", "--sections", "decode", "stable", "kda", "--seconds", "kda=9999"]) == 1
+    text = capsys.readouterr().out
+    assert "the section: RuntimeError: no such card" in text and "reached True" in text
+    assert "kda     left_out the section" in text  # less than 60% of its seconds are left: it would be half measured
 
 
 def test_one_section_and_its_picture(bench, tmp_path, capsys, monkeypatch):
@@ -106,10 +143,18 @@ def test_one_section_and_its_picture(bench, tmp_path, capsys, monkeypatch):
     assert bench["latency_picture"].main([str(out)]) == 2 and "no measurement of latency.py" in capsys.readouterr().err
 
 
-@pytest.mark.slow  # a minute on two cores: 26 programs
+@pytest.mark.slow  # four minutes on two cores: 30 programs
 def test_rehearsal(bench, capsys):
     bench["latency"].main(["--size", "tiny", "--seconds", *(f"{name}=600" for name in bench["latency"].SECTIONS), "--budget", "3000"])
     text = capsys.readouterr().out
     assert "failed" not in text and "left out" not in text
-    for line in ("float32, chunks of 64", "cache, hybrid of all-MLA", "largest batch", "an ESTIMATE", "32 a call", "a model of KDA layers"):
+    for line in (
+        "float32, chunks of 64",
+        "cache, hybrid of all-MLA",
+        "largest batch",
+        "an ESTIMATE",
+        "32 a call",
+        "from float32",
+        "KDA layers,",
+    ):
         assert line in text, line
