@@ -1,6 +1,6 @@
 """One conversation over one row of a HybridCache: what was said is read once, and answers go on from there.
 
-V: vocabulary, N: tokens.
+N: tokens.
 """
 
 from __future__ import annotations
@@ -13,19 +13,21 @@ import jax
 import numpy as np
 
 from experiments.load_model import Loaded
-from moejax.infer import decode_step, init_cache, prefill_chunk, prepare
-from moejax.infer.sampling import Drawn, Sampling, sample
-
-SMALLEST = 16  # tokens of the smallest chunk; the others are powers of two up to `chunk`, so that turns of any length compile few shapes
+from moejax.infer import decode_step, prefill, prepare
+from moejax.infer.cache import new_cache
+from moejax.infer.sampling import Sampling, sample
 
 
 class Conversation:
     """The cache of one dialog or text, and the token that was drawn last and not read yet."""
 
     def __init__(self, loaded: Loaded, *, capacity: int, chunk: int, state_dtype: str = "float32"):
-        """capacity: tokens in all; chunk: tokens read at once. The same numbers for any chunk, up to rounding."""
+        """capacity: tokens in all; chunk: tokens read at once. The same numbers for any chunk, up to rounding.
+
+        Turns of any length compile few shapes: those of a chunk, and of the powers of two below it (`prefill`).
+        """
         self.weights = prepare(loaded.model, loaded.variables)
-        self._make = partial(init_cache, self.weights.config, 1, capacity, dtype=self.weights.dtype, state_dtype=state_dtype)
+        self._make = partial(new_cache, self.weights, 1, capacity, state_dtype=state_dtype)
         self.capacity, self.chunk = capacity, chunk
         self.clear()
 
@@ -48,6 +50,11 @@ class Conversation:
         """The newest token."""
         return self.pending[-1]
 
+    def forget_last(self, tokens: Sequence[int]) -> None:
+        """The newest token, which was not read yet, is dropped if it is one of these."""
+        if self.pending and self.last in tokens:
+            self.pending = []
+
     def answer(self, ids: Sequence[int], *, most: int, sampling: Sampling, stop_ids: Sequence[int]) -> Iterator[int]:
         """Read ids [N], then draw up to `most` tokens, one at a time; the caller may stop at any of them.
 
@@ -59,7 +66,9 @@ class Conversation:
         ids = [*self.pending, *ids]
         self._check(ids)
         self.pending, self.closed = [], False
-        drawn = self._prefill(ids, sampling)
+        step = prefill(self.weights, [ids], self.cache, chunk=self.chunk)
+        self.cache, self.read = step.cache, self.read + len(ids)
+        drawn = _first(step.logits, sampling, np.array([self.read], np.int32))
         for left in range(min(most, self.capacity - self.read), 0, -1):
             token = int(drawn.tokens[0])
             if token < 0:
@@ -72,17 +81,6 @@ class Conversation:
             self.cache, drawn = _next(self.weights, self.cache, drawn.tokens, sampling, np.array([self.read + 1], np.int32))
             self.read += 1
 
-    def _prefill(self, ids: list[int], sampling: Sampling) -> Drawn:
-        logits = None
-        while ids:
-            size = min(self.chunk, max(SMALLEST, 1 << (len(ids) - 1).bit_length()))
-            part, ids = ids[:size], ids[size:]
-            tokens, counts = np.zeros((1, size), np.int32), np.array([len(part)], np.int32)
-            tokens[0, : len(part)] = part
-            logits, self.cache = _read(self.weights, self.cache, tokens, counts)
-            self.read += len(part)
-        return _first(logits, sampling, np.array([self.read], np.int32))
-
     def _check(self, ids: list[int]) -> None:
         vocabulary = self.weights.config.vocab_size
         if bad := [i for i in ids if not 0 <= i < vocabulary]:
@@ -94,12 +92,6 @@ class Conversation:
                 f"{self.read} tokens were read and {len(ids)} are new, which leaves no room for an answer in a context of {self.capacity}; "
                 "make it larger (--context)."
             )
-
-
-@partial(jax.jit, donate_argnames=("cache",))
-def _read(weights, cache, tokens, counts):
-    step = prefill_chunk(weights, cache, tokens, counts)
-    return step.logits, step.cache
 
 
 _first = jax.jit(sample)

@@ -170,7 +170,7 @@ def chat(config: Generate, loaded: Loaded) -> int:
             conversation.clear()
             continue
         message = {"role": "user", "content": text}
-        ids = turn_ids(tokenizer, message, config.system, first=conversation.empty, open_turn=not conversation.closed)
+        ids = next_turn(conversation, tokenizer, message, config.system)
         try:
             with Interrupt() as interrupt:
                 _write(conversation, ids, config, loaded, stop_ids(tokenizer, chat=True), interrupt)
@@ -179,16 +179,20 @@ def chat(config: Generate, loaded: Loaded) -> int:
     return 0
 
 
-def turn_ids(tokenizer: Any, message: dict[str, str], system: str | None, *, first: bool, open_turn: bool) -> list[int]:
-    """What a turn adds to the dialog's ids: up to the assistant's marker.
+def next_turn(conversation: Conversation, tokenizer: Any, message: dict[str, str], system: str | None) -> list[int]:
+    """What a turn adds to the conversation's ids: up to the assistant's marker.
 
-    open_turn: the last answer was cut short, so its turn must be ended first.
+    An answer that did not end its turn has it ended here: one that was cut short, and one that ended with eos, in whose place turn_end
+    stands, for in training eos ends a document and stands inside none.
     """
-    if first:
+    if conversation.empty:
         start = [] if system is None else [{"role": "system", "content": system}]
         return chat_ids(tokenizer, [*start, message])
+    turn_end = special_id(tokenizer, "turn_end")
+    conversation.forget_last(stop_ids(tokenizer))
     added = render_dialog([message], tokenizer, start=False).ids.tolist()
-    return [*([special_id(tokenizer, "turn_end")] if open_turn else []), *added, special_id(tokenizer, "assistant")]
+    ended = conversation.pending[-1:] == [turn_end]
+    return [*([] if ended else [turn_end]), *added, special_id(tokenizer, "assistant")]
 
 
 def _lines() -> Iterator[str]:

@@ -1,6 +1,6 @@
 """A model to use, from a run folder, a published checkpoint or a preset: what generate.py and serve.py start from.
 
-V: vocabulary, N: tokens of a prompt.
+N: tokens of a prompt.
 """
 
 from __future__ import annotations

@@ -13,9 +13,10 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import os
 import pathlib
 import sys
-from typing import Literal
+from typing import Any, Literal
 
 import tyro
 
@@ -66,21 +67,42 @@ class Serve:
     compile_cache: str = "auto"
     """Folder that keeps compiled programs; "auto": as in experiments.pretrain, "none": keep nothing."""
 
+    def check(self) -> None:
+        """ValueError for settings that no model could be served with, before one is read."""
+        for name in ("slots", "capacity", "chunk", "max_queue"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"--{name.replace('_', '-')} is {getattr(self, name)}; it must be at least 1.")
+        if not 0 <= self.port <= 65535:
+            raise ValueError(f"--port is {self.port}; it must lie in [0, 65535] (0: any free one).")
+        if not self.grace >= 0:
+            raise ValueError(f"--grace is {self.grace}; it must be at least 0 seconds.")
+
+    def model_name(self) -> str:
+        """What requests call the model: a folder's whole name, whose dots are no suffix."""
+        if self.preset is not None and self.preset.endswith(".json"):
+            return self.name or pathlib.Path(self.preset).stem
+        return self.name or os.path.basename(os.path.abspath(self.run or self.hub or self.preset or ""))
+
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line; -> the exit status: 0, 1 when the engine failed, 2 for bad input, 130 when aborted before serving."""
     try:
-        return serve(tyro.cli(Serve, args=arguments, prog="python -m experiments.serve", description=__doc__))
-    except (ValueError, FileNotFoundError, ImportError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+        try:
+            server = start(tyro.cli(Serve, args=arguments, prog="python -m experiments.serve", description=__doc__))
+        except (ValueError, FileNotFoundError, ImportError, RuntimeError) as error:  # RuntimeError: the device's, such as of its memory
+            print(f"error: {error}", file=sys.stderr)
+            return 2
+        status = server.run()
     except KeyboardInterrupt:
         print("aborted", file=sys.stderr)
         return 130
+    print("ended" if status == 0 else "ended: the engine failed", file=sys.stderr, flush=True)
+    return status
 
 
-def serve(config: Serve) -> int:
-    """Load, compile, listen; back when a signal has ended it."""
+def start(config: Serve) -> Any:
+    """Load, listen, compile; -> the `HttpServer`, ready to run until a signal ends it."""
+    config.check()
     from moejax.infer.server import create_app  # here, so that --help needs neither starlette nor uvicorn
     from moejax.infer.server_run import HttpServer
 
@@ -104,7 +126,7 @@ def serve(config: Serve) -> int:
         max_queue=config.max_queue,
         state_dtype=config.state_dtype,
     )
-    name = config.name or pathlib.Path(config.run or config.hub or config.preset or "").absolute().stem
+    name = config.model_name()
     app = create_app(
         engine,
         tokenizer,
@@ -118,9 +140,7 @@ def serve(config: Serve) -> int:
     print("compiling", file=sys.stderr, flush=True)
     engine.warm_up()
     print(f"serving {name} at {server.url}", flush=True)
-    status = server.run()
-    print("ended" if status == 0 else "ended: the engine failed", file=sys.stderr, flush=True)
-    return status
+    return server
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import reprlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -27,6 +28,7 @@ from .sources import TokenDocument
 
 ROLES = ("system", "user", "assistant", "tool")
 PARTS = ("text", "tool_call", "tool_result")
+SHOWN = 60  # characters of a wrong value in an error
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,8 +121,11 @@ def _parts(message: Any, index: int) -> list[tuple[str, str]]:
     """-> [(kind, text)], checked; of other roles than the assistant's just one text."""
     if not isinstance(message, Mapping) or message.get("role") not in ROLES:
         role = message.get("role") if isinstance(message, Mapping) else message
-        raise ValueError(f"message {index} has the role {role!r}; the roles are {', '.join(ROLES)}.")
-    role, content, calls = message["role"], message.get("content"), message.get("tool_calls") or []
+        raise ValueError(f"message {index} has the role {_shown(role)}; the roles are {', '.join(ROLES)}.")
+    role, content, calls = message["role"], message.get("content"), message.get("tool_calls")
+    calls = [] if calls is None else calls
+    if not isinstance(calls, list):  # the letters of a string and the keys of an object would each be a call
+        raise ValueError(f"message {index} has the tool_calls {_shown(calls)}; it must be a list of str or objects.")
     if role != "assistant" and calls:
         raise ValueError(f"message {index} of role {role!r} has tool_calls; only the assistant calls tools.")
     if isinstance(content, str):
@@ -131,13 +136,15 @@ def _parts(message: Any, index: int) -> list[tuple[str, str]]:
         parts = [_part(entry, index) for entry in content]
     else:
         rule = "a str, or a list of parts that is not empty" if role == "assistant" else "a str"
-        raise ValueError(f"message {index} of role {role!r} has the content {content!r}; it must be {rule}.")
+        raise ValueError(f"message {index} of role {role!r} has the content {_shown(content)}; it must be {rule}.")
     return parts + [("tool_call", _call(entry, index)) for entry in calls]
 
 
 def _part(entry: Any, index: int) -> tuple[str, str]:
     if not isinstance(entry, Mapping) or entry.get("type") not in PARTS or not isinstance(entry.get("text"), str):
-        raise ValueError(f"message {index} has the part {entry!r}; a part is an object with a `type` of {', '.join(PARTS)} and a `text`.")
+        raise ValueError(
+            f"message {index} has the part {_shown(entry)}; a part is an object with a `type` of {', '.join(PARTS)} and a `text`."
+        )
     return entry["type"], entry["text"]
 
 
@@ -145,8 +152,17 @@ def _call(entry: Any, index: int) -> str:
     if isinstance(entry, str):
         return entry
     if isinstance(entry, Mapping):
-        return json.dumps(entry, ensure_ascii=False, sort_keys=True, separators=(",", ":"))
-    raise ValueError(f"message {index} has the tool call {entry!r}; it must be a str or an object.")
+        try:
+            return json.dumps(entry, ensure_ascii=False, sort_keys=True, separators=(",", ":"))
+        except RecursionError:
+            raise ValueError(f"message {index} has the tool call {_shown(entry)}; it is nested too deeply.") from None
+    raise ValueError(f"message {index} has the tool call {_shown(entry)}; it must be a str or an object.")
+
+
+def _shown(value: Any) -> str:
+    """A value in an error, never a page of it, nor a walk through all of it."""
+    text = reprlib.repr(value)
+    return text if len(text) <= SHOWN else f"{text[: SHOWN - 3]}..."
 
 
 def _encode(tokenizer, text: str) -> np.ndarray:

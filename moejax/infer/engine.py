@@ -25,9 +25,9 @@ import numpy as np
 from ..modules.model import HybridLM
 from . import slots as device
 from .cache import HybridCache
-from .requests import FINISHED, QueueFull, Request, State, Ticket, check_request
+from .requests import FINISHED, QueueFull, Request, State, Ticket, at_least_one, check_request
 from .sampling import INVALID, Sampling, make_sampling
-from .weights import Weights, prepare
+from .weights import Weights, checked_dtype, prepare
 
 __all__ = ["Engine", "QueueFull", "Request", "Ticket"]
 logger = logging.getLogger(__name__)
@@ -85,7 +85,7 @@ class Engine:
         chunk: int = 512,
         max_queue: int = 256,
         dtype: str | None = None,
-        state_dtype: str = "float32",
+        state_dtype: str | None = None,
         return_experts: bool = False,
         weights: Weights | None = None,
     ) -> None:
@@ -101,25 +101,24 @@ class Engine:
           max_queue: requests that may wait for a slot.
           dtype, state_dtype: of the weights and the cache, see `prepare` and `init_cache`.
           return_experts: tickets also carry the routed experts.
-        Raises ValueError: a number below 1, experts of a model that has none, a mesh that cuts rows, dtype or another model beside weights.
+        Raises ValueError: a number below 1, an unknown dtype, experts of a model that has none, a mesh that cuts rows, dtype or
+          another model beside weights.
         """
-        for name, value in {"slots": slots, "capacity": capacity, "chunk": chunk, "max_queue": max_queue}.items():
-            if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 1:
-                raise ValueError(f"{name} is {value!r}; it must be an integer of at least 1.")
+        self.slots, self.capacity = at_least_one("slots", slots), at_least_one("capacity", capacity)
+        self.chunk, self.max_queue = min(at_least_one("chunk", chunk), self.capacity), at_least_one("max_queue", max_queue)
+        self._state_dtype = None if state_dtype is None else checked_dtype("state_dtype", state_dtype)
         if return_experts and not model.config.moe_layers:
             raise ValueError("return_experts is True, but no layer of the model has routed experts; set it to False.")
-        if weights is not None and (dtype is not None or weights.config != model.config):
-            raise ValueError(f"weights are made for {weights.dtype} and one model; drop dtype={dtype!r}, and give that model with them.")
+        if weights is not None:
+            _check_weights(weights, model, dtype)
         parallel = model.parallel if weights is None else weights.parallel
         if parallel is not None and parallel.size("batch") > 1:
             raise ValueError(
                 f"the model's mesh cuts rows into {parallel.size('batch')}, and a prompt is read in one row; give the engine a mesh "
                 "whose axes data, fsdp and expert are 1, or start one engine for each part."
             )
-        self.slots, self.capacity, self.chunk, self.max_queue = int(slots), int(capacity), min(int(chunk), int(capacity)), int(max_queue)
         self.return_experts = return_experts
         self._weights = prepare(model, variables or {}, dtype=dtype) if weights is None else weights
-        self._state_dtype = state_dtype
         self._lock = threading.Lock()
         self._stepping = threading.Lock()
         self._ids = itertools.count()
@@ -377,6 +376,17 @@ class Engine:
         self._forget()
         for ticket in running:
             self._finish(ticket, "failed", error=f"the step failed: {_text(error)}")
+
+
+def _check_weights(weights: Weights, model: HybridLM, dtype: str | None) -> None:
+    if dtype is not None:
+        raise ValueError(f"weights are in {weights.dtype} already; drop dtype={dtype!r}, or give it to prepare.")
+    if weights.config != model.config:
+        fields = [field.name for field in dataclasses.fields(model.config)]
+        other = [name for name in fields if getattr(weights.config, name) != getattr(model.config, name)]
+        raise ValueError(
+            f"weights are of another configuration than the model ({', '.join(other)}); give the model that they were prepared from."
+        )
 
 
 def _live(ticket: Ticket) -> bool:

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
+import jax
 import numpy as np
 
 from .sampling import Sampling, make_sampling
@@ -69,13 +70,11 @@ class Ticket:
 
 def check_request(request: Request, *, vocab_size: int, capacity: int) -> tuple[np.ndarray, Sampling]:
     """The prompt as int32 [T] and the sampling settings of one row. ValueError: the field, its value and the rule."""
-    prompt = _ids("tokens", request.tokens, vocab_size)
+    prompt = token_ids("tokens", request.tokens, vocab_size)
     if len(prompt) == 0:
         raise ValueError("tokens is empty; a request needs at least one token, e.g. the tokenizer's beginning of text.")
-    _ids("stop_ids", request.stop_ids, vocab_size)
-    most = request.max_new_tokens
-    if isinstance(most, bool) or not isinstance(most, (int, np.integer)) or most < 1:
-        raise ValueError(f"max_new_tokens is {most!r}; it must be an integer of at least 1.")
+    token_ids("stop_ids", request.stop_ids, vocab_size)
+    most = at_least_one("max_new_tokens", request.max_new_tokens)
     if len(prompt) + most > capacity:
         raise ValueError(
             f"the prompt has {len(prompt)} tokens and max_new_tokens is {most}: {len(prompt) + most} in all, and a slot holds "
@@ -85,13 +84,44 @@ def check_request(request: Request, *, vocab_size: int, capacity: int) -> tuple[
     return prompt, sampling
 
 
-def _ids(name: str, values: Sequence[int], vocab_size: int) -> np.ndarray:
+def at_least_one(name: str, value: Any) -> int:
+    """`value` as an int. ValueError: no integer (True and 2.0 are none), or below 1."""
+    if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 1:
+        raise ValueError(f"{name} is {value!r}; it must be an integer of at least 1.")
+    return int(value)
+
+
+def token_ids(name: str, values: Any, vocab_size: int) -> np.ndarray:
+    """`values`, a sequence of N ids or an array [N], as int32 [N]; N may be 0.
+
+    ValueError: another shape, anything but integers (True is none), an id outside [0, vocab_size). Ids are compared as they come: 2**32
+    would be 0 as int32.
+    """
+    if not isinstance(values, np.ndarray | jax.Array) or values.dtype == object:
+        # Python's integers have no limit: NumPy makes objects or floats of those above 64 bits, and numbers of True among integers.
+        flags = [value for value in values if isinstance(value, bool | np.bool_)] if isinstance(values, Sequence | np.ndarray) else []
+        if flags:
+            raise ValueError(f"{name} holds {flags[0]}; it must be a sequence of integers.")
+        values = _as_array(name, values)
     ids = np.asarray(values)
-    if ids.size == 0 and ids.ndim == 1:
+    if ids.shape == (0,):
         return np.zeros(0, np.int32)
-    if ids.ndim != 1 or ids.dtype.kind not in "iu":
+    if ids.ndim != 1 or ids.dtype.kind not in "iuO":
         raise ValueError(f"{name} is {ids.dtype}{list(ids.shape)}; it must be a sequence of integers.")
     outside = ids[(ids < 0) | (ids >= vocab_size)]
     if outside.size:
         raise ValueError(f"{name} holds {outside[0]}; ids must lie in [0, {vocab_size}), the vocabulary.")
     return ids.astype(np.int32)
+
+
+def _as_array(name: str, values: Any) -> np.ndarray:
+    """A sequence as an array; of integers alone as objects when they do not fit int64."""
+    try:
+        ids = np.asarray(values)
+        if ids.ndim == 1 and ids.dtype.kind in "fuO" and all(isinstance(value, int | np.integer) for value in values):
+            return np.asarray([int(value) for value in values], object)
+    except ValueError:  # sequences of different lengths
+        raise ValueError(f"{name} holds sequences; it must be a sequence of integers.") from None
+    if ids.dtype.kind == "O":
+        raise ValueError(f"{name} is {values!r:.80}; it must be a sequence of integers.")
+    return ids

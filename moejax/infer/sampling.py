@@ -20,6 +20,8 @@ import numpy as np
 from ..kernels.common import accumulation_dtype, require_float, require_rank
 
 MIN_TEMPERATURE = 1e-6
+MAX_TEMPERATURE = 1e6  # all tokens are all but equal there; from 3.4e38 on it would be inf in float32
+MIN_TOP_P = float(np.finfo(np.float32).tiny)  # smaller ones are subnormal, which XLA takes for 0
 INVALID = -1
 
 
@@ -49,20 +51,20 @@ def make_sampling(
 ) -> Sampling:
     """Settings for `rows` rows; each is one value for all or a sequence of one value a row.
 
-    temperature: 0 (greedy), or at least 1e-6: logits are divided by it. top_k: keep the k most likely tokens; 0, or more than there are,
-    keeps all. top_p: keep the smallest set of most likely tokens whose mass reaches top_p, in (0, 1]. seed: in [0, 2**32); with one seed
-    for all, equal rows draw equal tokens.
+    temperature: 0 (greedy), or from 1e-6 to 1e6: logits are divided by it. top_k: keep the k most likely tokens; 0, or more than there are,
+    keeps all. top_p: keep the smallest set of most likely tokens whose mass reaches top_p, in [1.18e-38, 1]. seed: in [0, 2**32); with one
+    seed for all, equal rows draw equal tokens.
     ValueError: a value outside its range, a sequence of another length. Runs on the host.
     """
     if not isinstance(rows, (int, np.integer)) or rows < 1:
         raise ValueError(f"rows is {rows!r}; it must be an integer of at least 1.")
     heat = _column("temperature", temperature, rows, integer=False)
-    _within("temperature", heat, (heat == 0) | ((heat >= MIN_TEMPERATURE) & np.isfinite(heat)), f"0 (greedy) or at least {MIN_TEMPERATURE}")
+    allowed = (heat == 0) | ((heat >= MIN_TEMPERATURE) & (heat <= MAX_TEMPERATURE))
+    _within("temperature", heat, allowed, f"0 (greedy), or from {MIN_TEMPERATURE:g} to {MAX_TEMPERATURE:g}")
     most = _column("top_k", top_k, rows, integer=True)
     _within("top_k", most, (most >= 0) & (most < 2**31), "at least 0 (0 = all tokens)")
     mass = _column("top_p", top_p, rows, integer=False)
-    # As float32, where it is compared: 1e-60 would round to 0 and keep nothing.
-    _within("top_p", mass, (mass.astype(np.float32) > 0) & (mass <= 1), "in (0, 1]")
+    _within("top_p", mass, (mass >= MIN_TOP_P) & (mass <= 1), f"in [{MIN_TOP_P:.3g}, 1] (1 keeps all tokens)")
     seeds = _column("seed", seed, rows, integer=True)
     _within("seed", seeds, (seeds >= 0) & (seeds < 2**32), "in [0, 2**32)")
     return Sampling(heat.astype(np.float32), most.astype(np.int32), mass.astype(np.float32), seeds.astype(np.uint32))
@@ -136,7 +138,8 @@ def _last_kept(scaled: jax.Array, top_k: jax.Array, top_p: jax.Array) -> tuple[j
     total = jnp.sum(mass, axis=1)
     # Mass before a token, not with it: the first token is always kept, and so is the one that crosses.
     within = jnp.sum(before < (top_p * total)[:, None], axis=1)
-    count = jnp.where(top_p < 1, jnp.minimum(within, allowed), allowed)
+    # A product that a backend flushes to 0 has no mass before it: without the 1 nothing would be cut.
+    count = jnp.where(top_p < 1, jnp.clip(within, 1, allowed), allowed)
     last = (count - 1)[:, None]
     value, token = (jnp.take_along_axis(x, last, axis=1, mode="clip")[:, 0] for x in (-falling, order))
     return value, token

@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import secrets
+import time
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -83,14 +84,17 @@ class Service:
         return await self._answer(request, chat=True)
 
     async def _answer(self, request: Request, *, chat: bool) -> Response | Reply:
+        arrived = time.monotonic()
         self._check_open()
+        if self.engine.full:  # as `submit` would say, but after the body of up to a million tokens was read
+            raise _busy(f"{self.engine.engine.max_queue} requests wait, as many as max_queue allows; try again later.")
         body = await self._body(request)
         ask, wanted = await asyncio.to_thread(self._read, body, chat)  # a million tokens take a second to read
         self._check_open()
         try:
-            job = self.engine.submit(wanted)
+            job = self.engine.submit(wanted, arrived=arrived)
         except engine_requests.QueueFull as error:
-            raise RequestError(429, f"the server is busy: {error}", code="queue_full", headers=RETRY_AFTER) from None
+            raise _busy(str(error)) from None
         except ValueError as error:
             raise bad(str(error)) from None
         except EngineStopped:
@@ -199,6 +203,10 @@ class Service:
         return response
 
 
+def _busy(reason: str) -> RequestError:
+    return RequestError(429, f"the server is busy: {reason}", code="queue_full", headers=RETRY_AFTER)
+
+
 def create_app(
     engine: Any,
     tokenizer: Tokenizer,
@@ -213,7 +221,7 @@ def create_app(
     """The application over `engine`, which from its start to its end is stepped by a thread of the application.
 
     Args:
-      engine: `moejax.infer.engine.Engine`, or what has its submit, cancel, step, stats and capacity.
+      engine: `moejax.infer.engine.Engine`, or what has its submit, cancel, step, stats, slots, capacity and max_queue.
       tokenizer: see `server_text.Tokenizer`.
       model_name: what requests must name.
       encode: text of a completion -> ids; None: `tokenizer.encode`. Here a beginning of text is put in front.

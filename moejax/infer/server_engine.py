@@ -40,9 +40,9 @@ class EngineStopped(RuntimeError):
 class Job:
     """A request as the event loop sees it: `events` gives `Token`s and then one `End`; `Gone` may come from the connection."""
 
-    def __init__(self) -> None:
+    def __init__(self, arrived: float) -> None:
         self.events: asyncio.Queue[Token | End | Gone] = asyncio.Queue()
-        self.created = time.monotonic()
+        self.arrived = arrived  # of `time.monotonic`
         self.ticket: Ticket | None = None
         self.ended = False
 
@@ -70,16 +70,21 @@ class EngineThread:
         """Requests that have not ended."""
         return len(self._jobs)
 
+    @property
+    def full(self) -> bool:
+        """Whether `submit` would find no place in the queue now."""
+        return self.engine.stats()["queued"] >= self.engine.max_queue
+
     def start(self) -> None:
         """On the running event loop."""
         self._loop = asyncio.get_running_loop()
         self._thread.start()
 
-    def submit(self, request: Request) -> Job:
-        """ValueError and QueueFull as `Engine.submit`; EngineStopped."""
+    def submit(self, request: Request, *, arrived: float) -> Job:
+        """arrived: when the client began to wait, of `time.monotonic`. ValueError and QueueFull as `Engine.submit`; EngineStopped."""
         if self.failure is not None or self._closing:
             raise EngineStopped("the engine has stopped")
-        job = Job()
+        job = Job(arrived)
         job.ticket = self.engine.submit(
             request,
             on_token=lambda ticket, token, log_prob: self._out.append((job, Token(int(token), float(log_prob), time.monotonic()))),

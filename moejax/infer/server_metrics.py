@@ -65,7 +65,7 @@ class ServerMetrics:
         for name, (key, kind, text) in ENGINE.items():
             if key in stats:
                 out += [*_head(name, kind, text), f"{PREFIX}_{name} {stats[key]}"]
-        out += self.first_token.lines(f"{PREFIX}_first_token_seconds", "From a request's arrival to its first token")
+        out += self.first_token.lines(f"{PREFIX}_first_token_seconds", "From a request's head, before its body is read, to its first token")
         out += self.token.lines(f"{PREFIX}_token_seconds", "From a token of an answer to its next")
         return "\n".join(out) + "\n"
 

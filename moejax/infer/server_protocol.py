@@ -106,12 +106,22 @@ def unavailable(reason: str) -> RequestError:
 
 def _object(body: bytes) -> dict[str, Any]:
     try:
-        values = json.loads(body.decode(), parse_constant=_no_constant)
+        values = json.loads(body.decode(), parse_constant=_no_constant, object_pairs_hook=_fields)
     except (ValueError, RecursionError) as error:  # no UTF-8, no JSON, numbers of thousands of digits, a million brackets
         reason = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
         raise bad(f"the body is no JSON: {reason}.", code="invalid_json") from None
     if not isinstance(values, dict):
         raise bad(f"the body is a JSON {_kind(values)}; it must be an object.", code="invalid_json")
+    return values
+
+
+def _fields(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of JSON; of two values of one name, neither is better than the other."""
+    values: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in values:
+            raise bad(f"the field {_shown(name)} stands in one object more than once; give it once.", name, "duplicate_field")
+        values[name] = value
     return values
 
 
@@ -202,9 +212,8 @@ def _prompt(name: str, value: Any) -> str | list[int]:
     if isinstance(value, list) and any(isinstance(entry, str | list) for entry in value):
         raise bad(f"{name} holds {len(value)} entries; one prompt a request: a string, a list of one string, or a list of ids.", name)
     if isinstance(value, list):
-        wrong = next((entry for entry in value if type(entry) is not int or not 0 <= entry <= MOST_ID), None)
-        if wrong is not None:
-            raise bad(f"{name} holds {_shown(wrong)}; token ids are integers from 0.", name)
+        if wrong := [entry for entry in value if type(entry) is not int or not 0 <= entry <= MOST_ID]:
+            raise bad(f"{name} holds {_shown(wrong[0])}; token ids are integers from 0.", name)
     elif not isinstance(value, str):
         raise bad(f"{name} is {_shown(value)}; it must be a string, a list of one string, or a list of token ids.", name)
     if not value:
@@ -225,6 +234,9 @@ def _message(place: str, value: Any) -> dict[str, Any]:
         known = ", ".join(MESSAGE_FIELDS)
         raise bad(f"unknown field {unknown[0]!r} in {place}; known are {known}.", f"{place}.{unknown[0]}", "unknown_field")
     message = dict(value)
+    calls = message.get("tool_calls")
+    if calls is not None and not isinstance(calls, list):
+        raise bad(f"{place}.tool_calls is {_shown(calls)}; it must be a list of strings or objects.", f"{place}.tool_calls")
     content = message.get("content")
     if isinstance(content, list) and content and all(_is_text(part) for part in content):
         message["content"] = "".join(part["text"] for part in content)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import AsyncIterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -42,15 +43,15 @@ class Reply:
         self._last: float | None = None
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        watcher, status = asyncio.create_task(self._watch(receive)), GONE
+        watcher = asyncio.create_task(self._watch(receive))
         try:
             status = await (self._stream(send) if self.ask.stream else self._whole(scope, receive, send))
         except (Disconnected, OSError, TimeoutError):
-            pass  # the client went away, or does not read
+            status = GONE  # or does not read
         finally:
             watcher.cancel()
             self.service.engine.cancel(self.job)
-            self.service.metrics.request(self.route, status)
+        self.service.metrics.request(self.route, status)  # a fault is counted where its 500 is made
 
     async def _watch(self, receive: Any) -> None:
         while (await receive())["type"] != "http.disconnect":
@@ -102,6 +103,7 @@ class Reply:
             for event in events:
                 if isinstance(event, Gone):
                     raise Disconnected
+                event = _checked(event)
                 text += self._take(event)
                 if self.text.stopped:
                     yield Piece(text, self._ready(final=False), "stop")
@@ -123,7 +125,7 @@ class Reply:
             return self.text.end() if event.reason in WHOLE else ""
         metrics = self.service.metrics
         if self._last is None:
-            metrics.first_token.observe(event.time - self.job.created)
+            metrics.first_token.observe(event.time - self.job.arrived)
         else:
             metrics.token.observe(event.time - self._last)
         self._last = event.time
@@ -137,6 +139,13 @@ class Reply:
         ready = [mark for mark in self._marks if final or mark.offset < self.text.sent]
         self._marks = [mark for mark in self._marks if not (final or mark.offset < self.text.sent)]
         return ready
+
+
+def _checked(event: Token | End) -> Token | End:
+    """A token that no distribution gave ends the answer: JSON has no NaN, and the tokens after it are worth nothing."""
+    if isinstance(event, Token) and not math.isfinite(event.log_prob):
+        return End("error", f"token {event.id} has the log-prob {event.log_prob}")
+    return event
 
 
 def _broken_off(end: End) -> RequestError:

@@ -11,11 +11,14 @@ from typing import Any
 
 try:
     import uvicorn
+    from uvicorn.protocols.http.h11_impl import H11Protocol
 except ImportError as error:
     raise ImportError("the server needs starlette and uvicorn: pip install 'moejax[serve]'") from error
 
 LAST_SECONDS = 5  # for answers to leave after the engine has ended them
 KEEP_ALIVE_SECONDS = 30
+HEAD_SECONDS = 30.0  # for the head of a request; the body has `server.BODY_SECONDS`
+SPARE_CONNECTIONS = 64  # for probes, and requests that are refused
 BACKLOG = 2048
 
 
@@ -24,6 +27,11 @@ class HttpServer:
 
     SIGTERM, SIGINT (when `run` is on the main thread) or `stop` end it: new requests get a 503, those that run have `grace` seconds to
     finish and are cut off then, with an error as their last event. A second signal cuts them off at once.
+
+    A connection without a whole head of a request for 30 seconds is closed. There may be 2 x (slots + max_queue) + 64 connections:
+    those whose answers run or wait, as many that are idle between two requests, and some for probes and requests that are refused.
+    Those beyond get a bare 503, which the metrics do not count. With 8 slots and a queue of 256 it is 592, within the 1024 files
+    that a process usually may open.
 
     Args:
       port: 0 takes any free one, see `.port`.
@@ -42,9 +50,10 @@ class HttpServer:
         self.port: int = self._socket.getsockname()[1]
         self.url = f"http://{f'[{host}]' if ':' in host else host}:{self.port}"
         self.started = threading.Event()
+        engine = self._service.engine.engine
         config = uvicorn.Config(
             app,
-            http="h11",
+            http=_Connection,
             ws="none",
             lifespan="on",
             log_config=None,  # logging belongs to the program
@@ -52,6 +61,7 @@ class HttpServer:
             access_log=False,
             server_header=False,
             backlog=BACKLOG,
+            limit_concurrency=2 * (engine.slots + engine.max_queue) + SPARE_CONNECTIONS + 1,  # uvicorn refuses at the limit itself
             timeout_keep_alive=KEEP_ALIVE_SECONDS,
             timeout_graceful_shutdown=LAST_SECONDS,
         )
@@ -107,6 +117,36 @@ class _Server(uvicorn.Server):
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         self._owner.stop()
+
+
+class _Connection(H11Protocol):
+    """uvicorn's, closed when a head does not come: by itself it waits for ever for one that has begun, and for the first one."""
+
+    _deadline: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        super().connection_made(transport)
+        self._watch()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)  # ends the time of keep-alive, whatever has come
+        self._watch()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        self._forget()
+
+    def _watch(self) -> None:
+        """The time runs while no request is being answered, and more bytes do not make it longer."""
+        if self.cycle is not None and not self.cycle.response_complete:
+            self._forget()
+        elif self._deadline is None:
+            self._deadline = self.loop.call_later(HEAD_SECONDS, self.transport.close)
+
+    def _forget(self) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
 
 
 def _bind(host: str, port: int) -> socket.socket:

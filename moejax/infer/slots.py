@@ -18,30 +18,25 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
-from ..parallel.axes import cache_shardings
-from .cache import HybridCache, clear_rows, init_cache
+from .cache import HybridCache, clear_rows, new_cache
 from .decode import decode_step
 from .prefill import prefill_chunk
 from .sampling import Drawn, Sampling, sample
 from .weights import Weights
 
 
-def empty_slots(weights: Weights, slots: int, capacity: int, state_dtype: str) -> tuple[jax.Array, HybridCache]:
+def empty_slots(weights: Weights, slots: int, capacity: int, state_dtype: str | None) -> tuple[jax.Array, HybridCache]:
     """`last` int32 [B] and the cache of slots that hold nothing, where the weights are.
 
     Both are committed to their devices as the programs' results are: with weights that are, the second call of a program would
     otherwise be another one to jit, and compile again.
     """
-    make = partial(init_cache, weights.config, slots, capacity, dtype=weights.dtype, state_dtype=state_dtype)
-    if weights.parallel is None:
-        devices = weights.embedding.devices()
-        place = weights.embedding.sharding if len(devices) == 1 else None  # several: as XLA spreads it
-        return jax.device_put((jnp.zeros((slots,), jnp.int32), make()), place)
-    mesh, rules = weights.parallel.mesh, weights.parallel.rules
-    whole = NamedSharding(mesh, weights.parallel.spec())
-    layers = cache_shardings(jax.eval_shape(make).layers, mesh, rules)
-    cache = jax.jit(make, out_shardings=HybridCache(layers, whole))()  # pyright: ignore[reportArgumentType]
-    return jax.device_put(jnp.zeros((slots,), jnp.int32), whole), cache
+    cache = new_cache(weights, slots, capacity, state_dtype=state_dtype)
+    if weights.parallel is not None:
+        place = NamedSharding(weights.parallel.mesh, weights.parallel.spec())
+    else:
+        place = weights.embedding.sharding if len(weights.embedding.devices()) == 1 else None  # several: as XLA spreads it
+    return jax.device_put(jnp.zeros((slots,), jnp.int32), place), cache
 
 
 @partial(jax.jit, donate_argnames=("cache",))

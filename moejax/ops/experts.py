@@ -183,7 +183,9 @@ def sort_by_expert(experts, mask, groups) -> _Rows:
     else:
         order = jnp.argsort(flat, stable=True).astype(jnp.int32)
     row = jnp.zeros_like(count).at[order].set(count, unique_indices=True)
-    stops = jnp.searchsorted(flat[order], jnp.arange(groups, dtype=flat.dtype), side="right").astype(jnp.int32)
+    every = jnp.arange(groups, dtype=flat.dtype)
+    # Unrolled: as a loop it is 52 launches for 4096 rows on a GPU, whatever the groups.
+    stops = jnp.searchsorted(flat[order], every, side="right", method="scan_unrolled").astype(jnp.int32)
     sizes = jnp.diff(stops, prepend=jnp.zeros_like(stops[:1]))
     return _Rows(order, row.reshape(experts.shape), sizes)
 

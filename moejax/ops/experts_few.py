@@ -1,11 +1,13 @@
-"""Routed experts for a decoding batch: a few tokens, so that reading weights is the cost and not arithmetic.
+"""Routed experts in a few large products: for a decoding batch, where reading weights is the cost, and on a GPU for a prompt too.
 
 Kimi K3 report section 2.3, eq. 11-13. `expert_mlp` walks sorted blocks in a loop, one block after the other: right for
-thousands of tokens, but with one token an expert each turn reads one expert and waits for a handful of launches.
+thousands of tokens on a CPU, but with one token an expert each turn reads one expert and waits for a handful of launches.
 
 Shapes: N tokens, k experts a token, E experts, L width the experts work in, F expert hidden width, A = N * k assignments.
 """
 
+import functools
+import operator
 from typing import Any, NamedTuple
 
 import jax
@@ -22,7 +24,7 @@ FORMS = ("gather", "all", "slots")
 GATHER_COST = 1.5  # time of a gathered matrix over one of a batched product: 22 against 15 us (66 MB), 4.1 against 3.4 (14 MB)
 MOST_TOKENS = 128  # of "all": N operations a byte of bfloat16 weights; an H200 does 165 in the time it reads one
 LEAST_SLOTS = 32
-TEMPORARY_BYTES = 2**30  # of gathered or decoded matrices, or of all experts' hidden rows
+TEMPORARY_BYTES = 2**30  # of gathered or decoded matrices, and of the experts' rows
 
 
 class FormChoice(NamedTuple):
@@ -33,10 +35,12 @@ class FormChoice(NamedTuple):
 
 
 def few_token_experts(x, experts, weights, w_gate, w_up, w_down, *, activation=situ_glu, mask=None, form=None) -> jax.Array:
-    """`expert_mlp` for up to about a thousand tokens: the same result in a few large products.
+    """The same result as `expert_mlp`, up to rounding, in a few large products.
 
-    Each expert's output is rounded to x's dtype, then weighted and summed over k in float32 (float64 for float64), then
-    rounded. No token is dropped. Meant for decoding: use expert_mlp where gradients are wanted.
+    Each expert's output is rounded to x's dtype, then weighted and summed over k in float32 (float64 for float64) in the
+    order of the columns, then rounded: a token's result depends on its own row alone, whatever the others choose. No token is
+    dropped. Any number of tokens: more than TEMPORARY_BYTES has room for are served in rounds, each of which reads the
+    weights again. Meant for inference: use expert_mlp where gradients are wanted, and on a CPU above about a thousand tokens.
 
     Args:
       x: [N,L].
@@ -65,12 +69,9 @@ def few_token_experts(x, experts, weights, w_gate, w_up, w_down, *, activation=s
         x, experts = jnp.where(mask[:, None], x, 0), jnp.where(mask[:, None], experts, 0)
         weights = jnp.where(mask[:, None], weights, 0)
     weights = weights.astype(accumulation_dtype(x, weights))
-    if form == "slots":
-        total = _slots(x, experts, weights, matrices, mask, activation)
-    else:
-        run, rows = (_gather, _gather_rows) if form == "gather" else (_all, _all_rows)
-        most = rows(x, experts, matrices)
-        total = _in_rounds(lambda x, e, w: run(x, e, w, matrices, activation), most, x, experts, weights)
+    run, rows = {"gather": (_gather, _gather_rows), "all": (_all, _all_rows), "slots": (_slots, _slots_rows)}[form]
+    most = rows(x, experts, matrices)
+    total = _in_rounds(lambda *round: run(*round, matrices, activation), most, x, experts, weights, mask)
     return (total if mask is None else jnp.where(mask[:, None], total, 0)).astype(x.dtype)
 
 
@@ -100,15 +101,17 @@ def few_token_form(tokens: int, k: int, experts: int, *, form: str | None = None
     return FormChoice("slots", f"{tokens} tokens are more than {MOST_TOKENS}")
 
 
-def _in_rounds(run, rows, x, experts, weights):
-    """run(x, experts, weights) on at most `rows` tokens at a time; the last round is filled with tokens of weight 0."""
+def _in_rounds(run, rows, x, experts, weights, mask):
+    """run(x, experts, weights, mask) on at most `rows` tokens at a time; the last round is filled with masked tokens."""
     N = x.shape[0]
     if rows >= N:
-        return run(x, experts, weights)
+        return run(x, experts, weights, mask)
     rounds = -(-N // rows)
     rows = -(-N // rounds)
-    cut = (jnp.pad(a, ((0, rounds * rows - N), (0, 0))).reshape(rounds, rows, -1) for a in (x, experts, weights))
-    return lax.map(lambda round: run(*round), tuple(cut)).reshape(rounds * rows, -1)[:N]
+    mask = match_varying(jnp.ones((N,), bool), x) if mask is None else mask
+    pad = lambda a: jnp.pad(a, ((0, rounds * rows - N), *((0, 0),) * (a.ndim - 1)))
+    cut = tuple(pad(a).reshape(rounds, rows, *a.shape[1:]) for a in (x, experts, weights, mask))
+    return lax.map(lambda round: run(*round), cut).reshape(rounds * rows, -1)[:N]
 
 
 def _expert_bytes(matrices, itemsize) -> int:
@@ -121,7 +124,7 @@ def _gather_rows(x, experts, matrices) -> int:
     return max(TEMPORARY_BYTES // (experts.shape[1] * _expert_bytes(matrices, x.dtype.itemsize)), 1)
 
 
-def _gather(x, experts, weights, matrices, activation):
+def _gather(x, experts, weights, _mask, matrices, activation):
     """Each assignment multiplies one row by its own matrices."""
     N, k = experts.shape
     flat, rows = experts.reshape(-1), jnp.repeat(x, k, axis=0)
@@ -147,7 +150,7 @@ def _all_rows(x, experts, matrices) -> int:
     return max(TEMPORARY_BYTES // (E * (2 * F + 2 * L) * x.dtype.itemsize), 1)
 
 
-def _all(x, experts, weights, matrices, activation):
+def _all(x, experts, weights, _mask, matrices, activation):
     """[E,N,L] by [E,L,F], and back; then a token's rows are read. Rows it did not choose may hold anything."""
     N, L = x.shape
     E = num_experts(matrices[0])
@@ -162,25 +165,42 @@ def slots_per_round(tokens: int, k: int, experts: int) -> int:
     return min(max(1 << (2 * mean - 1).bit_length(), LEAST_SLOTS), tokens)
 
 
-def _slots(x, experts, weights, matrices, mask, activation):
-    """Every expert serves `slots` of its tokens a round. One round does unless the routing is far from even."""
+def _slots_rows(x, experts, matrices) -> int:
+    """Of N tokens in equal rounds, the most a round that TEMPORARY_BYTES has room for, or 1."""
+    (F, L), E, (N, k) = _widths(matrices[2]), num_experts(matrices[0]), experts.shape
+    itemsize, wide = x.dtype.itemsize, accumulation_dtype(x).itemsize
+    # Of a slot: what goes in and out, gate and up, and the products before they are rounded.
+    slot = (2 * F + 2 * L) * itemsize + max(2 * F, L) * (wide - itemsize)
+    for rounds in range(1, N + 1):
+        rows = -(-N // rounds)
+        if E * slots_per_round(rows, k, E) * slot + rows * L * (k * itemsize + wide) <= TEMPORARY_BYTES:
+            return rows
+    return 1
+
+
+def _slots(x, experts, weights, mask, matrices, activation):
+    """Every expert serves `slots` of its tokens a round. One round does unless the routing is far from even.
+
+    What each assignment gave is kept until all are served, and summed column by column then: summed round by round, the order of a
+    token's sum, and so its last bit, would depend on its places in the queues, which are the other tokens' choice.
+    """
     (N, L), k, E = x.shape, experts.shape[1], num_experts(matrices[0])
     slots = slots_per_round(N, k, E)
     rows = sort_by_expert(experts, mask, E)
     first = jnp.cumsum(rows.sizes, dtype=jnp.int32) - rows.sizes
-    turn = rows.row - first[experts]  # [N,k] place in the expert's queue
+    turn = (rows.row - first[experts]).T  # [k,N] place in the expert's queue
+    row = experts.T * slots + turn % slots
 
-    def serve(index, total):
+    def serve(index, kept):
         at = first[:, None] + index * slots + jnp.arange(slots, dtype=jnp.int32)
         token = rows.order[jnp.minimum(at, N * k - 1)] // k  # behind a queue's end: other tokens, whose output nobody reads
-        out = _batched(x[token], matrices, activation)
-        served = turn // slots == index
-        row = jnp.where(served, experts * slots + turn % slots, 0)
-        return total + _sum(out.reshape(E * slots, L), row, jnp.where(served, weights, 0), served)
+        out = _batched(x[token], matrices, activation).reshape(E * slots, L)
+        return jnp.where((turn // slots == index)[..., None], out[row], kept)
 
-    zero = match_varying(jnp.zeros((N, L), weights.dtype), x, experts, weights)
+    zero = match_varying(jnp.zeros((k, N, L), x.dtype), x, experts, weights)
     rounds = -(-rows.sizes.max() // slots)
-    return lax.fori_loop(jnp.zeros_like(rounds), rounds, serve, zero)
+    kept = lax.fori_loop(jnp.zeros_like(rounds), rounds, serve, zero)
+    return _weighted(kept, weights)
 
 
 def _batched(rows, matrices, activation):
@@ -219,10 +239,12 @@ def _product(a, b):
     return jnp.matmul(a, b, preferred_element_type=accumulation_dtype(a, b)).astype(a.dtype)
 
 
-def _sum(values, row, weights, used=None):
-    """Rows `row` [N,k] of values times weights [N,k], summed over k in the weights' dtype; unused ones may be NaN."""
-    total = jnp.zeros((row.shape[0], values.shape[1]), weights.dtype)
-    for column in range(row.shape[1]):
-        part = values[row[:, column]].astype(weights.dtype) * weights[:, column, None]
-        total = total + (part if used is None else jnp.where(used[:, column, None], part, 0))
-    return total
+def _sum(values, row, weights):
+    """Rows `row` [N,k] of values times weights [N,k], summed over k in the weights' dtype."""
+    return _weighted((values[row[:, column]] for column in range(row.shape[1])), weights)
+
+
+def _weighted(columns, weights):
+    """k arrays [N,L] times weights [N,k], summed one after the other in the weights' dtype."""
+    parts = (part.astype(weights.dtype) * weights[:, column, None] for column, part in enumerate(columns))
+    return functools.reduce(operator.add, parts)

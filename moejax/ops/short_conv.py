@@ -54,8 +54,15 @@ def short_conv_step(x: Array, weight: Array, history: Array, *, active: Array | 
 
     x [B,C], weight [W,C], history [B,W-1,C]; active: [B] bool or None (all). Returns (y [B,C] in x.dtype, the history with x behind it);
     an inactive row gives 0 and keeps its history, and its x is not read.
+    Raises ValueError: a shape or dtype that breaks these rules (float16 too).
     """
+    require_rank(2, "[B,C]", x=x)
+    if 0 in x.shape:
+        raise ValueError(f"x has shape {x.shape}; no axis of [B,C] may be empty (skip the call when there are no rows).")
     check_short_conv(x[:, None], weight, history, None)
+    active = None if active is None else jnp.asarray(active)
+    if active is not None and (active.shape != x.shape[:1] or active.dtype != jnp.bool_):
+        raise ValueError(f"active is {active.dtype}{list(active.shape)}; it must be bool [B] = [{x.shape[0]}], False for a row without a token.")
     inputs = jnp.concatenate([history.astype(x.dtype), x[:, None]], axis=1)
     y = _silu_of_taps([inputs[:, tap] for tap in range(weight.shape[0])], weight).astype(x.dtype)
     moved = inputs[:, 1:].astype(history.dtype)

@@ -131,6 +131,10 @@ def test_a_call_without_text_and_an_answer_without_words():
         ([{"role": "assistant", "content": [{"type": "image", "text": ""}]}], "a `type` of text, tool_call, tool_result"),
         ([{"role": "user", "content": "x", "tool_calls": ["y"]}], "only the assistant calls tools"),
         ([{"role": "assistant", "content": "x", "tool_calls": [7]}], "the tool call 7; it must be a str or an object"),
+        ([{"role": "assistant", "content": "x", "tool_calls": 5}], "the tool_calls 5; it must be a list"),
+        ([{"role": "assistant", "content": "x", "tool_calls": True}], "the tool_calls True; it must be a list"),
+        ([{"role": "assistant", "content": "x", "tool_calls": "abc"}], "the tool_calls 'abc'; it must be a list"),
+        ([{"role": "assistant", "content": "x", "tool_calls": {"a": 1}}], "the tool_calls {'a': 1}; it must be a list"),
         ([{"role": "tool", "content": "x"}], "message 0 is a tool's, but no tool call stands before it"),
         ([DIALOG[2], DIALOG[1], DIALOG[3]], "message 2 is a tool's, but no tool call stands before it"),
         ([{"role": "assistant", "content": [{"type": "tool_result", "text": "x"}]}], "before any tool_call"),
@@ -139,6 +143,18 @@ def test_a_call_without_text_and_an_answer_without_words():
 def test_what_a_dialog_refuses(messages, message):
     with pytest.raises(ValueError, match=message):
         render_dialog(messages, BYTES)
+
+
+def test_errors_never_show_a_page():
+    page, deep = "x" * 10_000, []
+    for _ in range(100_000):
+        deep = [deep]
+    call = {"role": "assistant", "content": "x", "tool_calls": [{"a": deep}]}
+    wrong = [{"role": page}, {"role": "user", "content": {"a": page, "b": deep}}, {"role": "assistant", "content": [deep]}, call]
+    for message in [*wrong, {**call, "tool_calls": deep}, {**call, "tool_calls": {page: deep}}]:
+        with pytest.raises(ValueError, match="message 0 ") as caught:
+            render_dialog([message], BYTES)
+        assert len(str(caught.value)) < 200
 
 
 def test_a_tokenizer_without_markers_is_refused():

@@ -15,6 +15,7 @@ from experiments.load_model import Loaded, chat_ids, stop_ids
 from moejax import HybridLM
 from moejax.data import ByteTokenizer
 from moejax.infer import generate
+from moejax.infer.prefill import _jitted_chunk
 from moejax.infer.sampling import make_sampling
 
 TOKENIZER = ByteTokenizer()
@@ -48,9 +49,12 @@ def terminal(monkeypatch, loaded, conversation):
     return run
 
 
-def play(conversation, text, *, most=5, stop=(), cut=None, temperature=0.0):
-    """One turn; -> (all it read, the answer). cut: stop after so many tokens, as Ctrl-C does."""
-    ids = cli.turn_ids(TOKENIZER, {"role": "user", "content": text}, None, first=conversation.empty, open_turn=not conversation.closed)
+def play(conversation, text, *, most=5, stop=(), cut=None, temperature=0.0, tokenizer=TOKENIZER):
+    """One turn; -> (all it read, the answer). cut: stop after so many tokens, as Ctrl-C does.
+
+    Texts of 5 letters and more are read in one shape.
+    """
+    ids = cli.next_turn(conversation, tokenizer, {"role": "user", "content": text}, None)
     read, tokens = [*conversation.pending, *ids], []
     for token in conversation.answer(ids, most=most, sampling=make_sampling(1, temperature=temperature, seed=7), stop_ids=stop):
         tokens.append(token)
@@ -76,19 +80,42 @@ def test_a_kept_cache_is_a_fresh_reading(loaded, conversation):
     assert added[0] == tokens[-1] and added[1] == END  # its turn is ended for it
     dialog += [tokens[0], *added]
     assert second == fresh(loaded, conversation, dialog, most=5)
-    added, third = play(conversation, "x", temperature=1.0)
+    added, third = play(conversation, "and so on", temperature=1.0)
     dialog += [*second[:-1], *added]
     assert third == fresh(loaded, conversation, dialog, most=5, temperature=1.0)
 
 
 def test_an_answer_that_ends_its_turn(loaded, conversation):
-    """It is closed by its own end, which the next turn reads first; no other end is put there."""
+    """With turn_end it is closed by its own end, which the next turn reads first; no other end is put there."""
     conversation.clear()
-    end = fresh(loaded, conversation, chat_ids(TOKENIZER, [{"role": "user", "content": "hello"}]), most=2)[1]
-    _, tokens = play(conversation, "hello", stop=(end,))
-    assert tokens[-1] == end and len(tokens) <= 2 and conversation.closed
-    added, _ = play(conversation, "y", most=1)
-    assert added[:2] == [end, TOKENIZER.special_ids["user"]]
+    play(conversation, "hello", cut=1)
+    conversation.pending = [END]  # as if that had been drawn
+    added, _ = play(conversation, "again", most=1)
+    assert added[:2] == [END, TOKENIZER.special_ids["user"]]
+
+
+def test_an_answer_that_ends_with_eos(loaded, conversation):
+    """Its turn is ended with turn_end, in eos's place: the next turn reads what training has between two turns."""
+    asked = chat_ids(TOKENIZER, [{"role": "user", "content": "hello"}])
+
+    class Early(ByteTokenizer):
+        eos_id = fresh(loaded, conversation, asked, most=2)[1]  # what the model says, whatever it is
+
+    conversation.clear()
+    _, tokens = play(conversation, "hello", stop=stop_ids(Early(), chat=True), tokenizer=Early())
+    assert tokens[-1] == Early.eos_id and len(tokens) <= 2 and conversation.closed
+    added, answer = play(conversation, "again", tokenizer=Early())
+    assert added[:2] == [END, TOKENIZER.special_ids["user"]]
+    assert answer == fresh(loaded, conversation, [*asked, *tokens[:-1], *added], most=5)
+
+
+def test_turns_of_any_length_compile_few_shapes(conversation):
+    """One of a chunk for all that are longer than half of it; and a cache lies where the programs leave it, or each would compile twice."""
+    before = _jitted_chunk._cache_size()
+    for length in (5, 6, 12, 30, 33):
+        conversation.clear()
+        play(conversation, "x" * length, most=3)
+    assert _jitted_chunk._cache_size() - before <= 1 and answering._next._cache_size() == 1
 
 
 def test_room_and_bad_ids(conversation):
@@ -105,12 +132,12 @@ def test_room_and_bad_ids(conversation):
 
 
 def test_completion(terminal, capsys):
-    assert terminal([], "--prompt", "def ", "--max-new-tokens", "12", "--temperature", "1") == 0
+    assert terminal([], "--prompt", "def f(x):", "--max-new-tokens", "12", "--temperature", "1") == 0
     first = capsys.readouterr()
     assert first.out.endswith("\n") and "[12 tokens, length; first after" in first.err
-    terminal(["def"], "--prompt", "-", "--max-new-tokens", "12", "--temperature", "1")  # "def\n": another prompt
+    terminal(["def f(x):"], "--prompt", "-", "--max-new-tokens", "12", "--temperature", "1")  # with its line end: another prompt
     assert capsys.readouterr().out != first.out
-    assert terminal([], "--prompt", "def ", "--max-new-tokens", "12", "--temperature", "1", "--stop", first.out[2]) == 0
+    assert terminal([], "--prompt", "def f(x):", "--max-new-tokens", "12", "--temperature", "1", "--stop", first.out[2]) == 0
     again = capsys.readouterr()
     assert again.out.rstrip("\n") == first.out[: first.out.index(first.out[2])] and ", stop;" in again.err
 
@@ -138,7 +165,7 @@ def test_ctrl_c_ends_the_answer_not_the_program(terminal, capsys, monkeypatch):
     before = signal.getsignal(signal.SIGINT)
     assert terminal(["hello", "more"], "--chat", "--max-new-tokens", "9") == 0
     assert capsys.readouterr().err.count("[1 tokens, interrupted") == 2 and signal.getsignal(signal.SIGINT) == before
-    assert terminal([], "--prompt", "def ", "--max-new-tokens", "9") == 130
+    assert terminal([], "--prompt", "def f(x):", "--max-new-tokens", "9") == 130
 
 
 def test_no_control_characters_reach_a_terminal(capsys, monkeypatch):

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from moejax import HybridLM
+from moejax.infer import engine as engine_module
 from moejax.infer import slots as device
 from moejax.infer.cache import init_cache
 from moejax.infer.engine import Engine, QueueFull, Request
@@ -444,13 +445,20 @@ def test_the_queue_is_bounded(served):
         (Request((), 4), "tokens is empty"),
         (Request((1, 64), 4), r"tokens holds 64; ids must lie in \[0, 64\)"),
         (Request((1, -1), 4), "tokens holds -1"),
+        (Request((1, 2**32), 4), "tokens holds 4294967296; ids must lie in"),
+        (Request((1, 2**63), 4), "tokens holds 9223372036854775808; ids must lie in"),
+        (Request((True, 2), 4), "tokens holds True"),
+        (Request(np.array([True]), 4), "tokens is bool"),
+        (Request([[1], [2, 3]], 4), "tokens holds sequences"),
         (Request((1.0, 2.0), 4), "tokens is float64"),
         (Request(((1, 2),), 4), r"\[1, 2\]; it must be a sequence"),
         (Request((1, 2), 0), "max_new_tokens is 0"),
         (Request((1, 2), 2.0), "max_new_tokens is 2.0"),
+        (Request((1, 2), True), "max_new_tokens is True"),
         (Request((1, 2), 95), "97 in all, and a slot holds 96"),
         (Request((1, 2), 4, stop_ids=(99,)), "stop_ids holds 99"),
         (Request((1, 2), 4, temperature=-1.0), "temperature is -1.0"),
+        (Request((1, 2), 4, temperature=1e39), r"temperature is 1e\+39"),
         (Request((1, 2), 4, top_p=0.0), "top_p is 0.0"),
         (Request((1, 2), 4, top_k=-3), "top_k is -3"),
         (Request((1, 2), 4, seed=-3), "seed is -3"),
@@ -475,8 +483,18 @@ def test_bad_engines(served, toy):
     cut = HybridLM(served.model.config, parallel=ModelParallel(make_mesh(MeshConfig(expert=2))))
     with pytest.raises(ValueError, match="mesh cuts rows into 2"):
         Engine(cut, served.variables, slots=1, capacity=8)
-    with pytest.raises(ValueError, match="give that model"):
+    with pytest.raises(ValueError, match=r"another configuration than the model \(.*dense_layers.*\); give the model that they were") as caught:
         Engine(dense, None, slots=1, capacity=8, weights=served.weights)
+    assert "dtype=" not in str(caught.value)
+
+
+def test_an_unknown_state_dtype_comes_before_the_copy_of_the_weights(served, monkeypatch):
+    copied = []
+    monkeypatch.setattr(engine_module, "prepare", lambda *operands, **settings: copied.append(operands) or served.weights)
+    for state_dtype in ("float16", "int8", "half a float"):
+        with pytest.raises(ValueError, match=f"state_dtype is {state_dtype}"):
+            Engine(served.model, served.variables, slots=1, capacity=8, state_dtype=state_dtype)
+    assert not copied
 
 
 def test_a_full_slot(served):

@@ -1,5 +1,7 @@
 """Sampling: the right distribution, cuts as float64 NumPy makes them, and draws that know nothing of their batch."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -103,6 +105,18 @@ def test_ties_at_a_cut_keep_the_lower_ids():
     assert drawn(top_k=4, top_p=0.5) == {0, 1}  # half of what top_k left
 
 
+def test_the_smallest_top_p_keeps_the_first_token():
+    """Also one that the backend takes for 0, which `make_sampling` refuses and arrays made by hand may hold."""
+    settings = make_sampling(64, temperature=1.0, top_p=float(np.finfo(np.float32).tiny))
+    for least in (settings, settings._replace(top_p=np.full(64, 1e-39, np.float32))):
+        assert not np.any(run(jnp.zeros((64, 5)), least, jnp.arange(64)).tokens)
+
+
+def test_the_hottest_temperature_is_all_but_uniform():
+    drawn = run(jnp.asarray([[90.0, 0.0], [0.0, 90.0]]), make_sampling(2, temperature=1e6), jnp.arange(2))
+    np.testing.assert_allclose(drawn.log_probs, np.log(0.5), atol=1e-4)
+
+
 def test_greedy():
     rows = jnp.asarray([[0.0, 3.0, 3.0, -1.0], [-jnp.inf, -5.0, -jnp.inf, -6.0], [1.0, 1.0, 1.0, 1.0]])
     drawn = run(rows, make_sampling(3), jnp.zeros(3, jnp.int32))
@@ -165,7 +179,9 @@ def test_greedy_batches_pay_for_nothing_else():
     ("settings", "message"),
     [
         ({"temperature": -0.1}, "temperature is -0.1; it must be 0"),
-        ({"temperature": 1e-7}, "at least 1e-06"),
+        ({"temperature": 1e-7}, "temperature is 1e-07; it must be 0 (greedy), or from 1e-06 to 1e+06"),
+        ({"temperature": 1e39}, "temperature is 1e+39; it must be 0 (greedy), or from 1e-06 to 1e+06"),
+        ({"temperature": 2e6}, "temperature is 2000000.0"),
         ({"temperature": float("inf")}, "temperature is inf"),
         ({"temperature": [1.0, float("nan")]}, "temperature is nan"),
         ({"temperature": [1.0]}, "temperature has shape"),
@@ -174,8 +190,10 @@ def test_greedy_batches_pay_for_nothing_else():
         ({"top_k": 2.0}, "top_k is 2.0; it must be an integer"),
         ({"top_k": True}, "top_k is True"),
         ({"top_k": 2**31}, "top_k is 2147483648"),
-        ({"top_p": 0.0}, "top_p is 0.0; it must be in"),
+        ({"top_p": 0.0}, "top_p is 0.0; it must be in [1.18e-38, 1]"),
         ({"top_p": 1e-60}, "top_p is 1e-60"),
+        ({"top_p": 1e-38}, "top_p is 1e-38"),
+        ({"top_p": float("nan")}, "top_p is nan"),
         ({"top_p": [0.5, 1.01]}, "top_p is 1.01"),
         ({"seed": -1}, "seed is -1"),
         ({"seed": 2**32}, "seed is 4294967296; it must be in"),
@@ -183,7 +201,7 @@ def test_greedy_batches_pay_for_nothing_else():
     ],
 )
 def test_bad_settings(settings, message):
-    with pytest.raises(ValueError, match=message.replace("(", r"\(")):
+    with pytest.raises(ValueError, match=re.escape(message)):
         make_sampling(2, **settings)
 
 

@@ -6,6 +6,7 @@ import gc
 import http.client
 import itertools
 import json
+import math
 import os
 import pathlib
 import re
@@ -20,10 +21,14 @@ import time
 import numpy as np
 import pytest
 
+from experiments import serve as cli
+from experiments.load_model import Loaded
 from moejax import presets
 from moejax.data import ByteTokenizer, train_bpe
+from moejax.infer import server_run
 from moejax.infer.requests import QueueFull, Ticket, check_request
 from moejax.infer.server import create_app
+from moejax.infer.server_answers import Answer
 from moejax.infer.server_engine import Job
 from moejax.infer.server_reply import Reply
 from moejax.infer.server_run import HttpServer
@@ -42,6 +47,7 @@ class ScriptedEngine:
         self.gate = threading.Event()  # closed: steps wait, as for a slow device
         self.gate.set()
         self.broken = None  # raised by the next step
+        self.log_prob = lambda count: -0.5 - 0.001 * count  # of an answer's token number `count`
         self._lock, self._ids = threading.Lock(), itertools.count()
         self._queue, self._running, self._counts = collections.deque(), {}, collections.Counter()
 
@@ -89,7 +95,7 @@ class ScriptedEngine:
             return
         ticket.tokens.append(token)
         self._counts["generated_tokens"] += 1
-        ticket.on_token(ticket, token, -0.5 - 0.001 * len(ticket.tokens))
+        ticket.on_token(ticket, token, self.log_prob(len(ticket.tokens)))
         if token in ticket.request.stop_ids or len(ticket.tokens) == ticket.request.max_new_tokens:
             self._running.pop(ticket)
             self._end(ticket, "done", "stop" if token in ticket.request.stop_ids else "length")
@@ -348,6 +354,8 @@ BAD = [  # (change to ASK, status, param, a word of the message)
     ({"prompt": ["a", "b"]}, 400, "prompt", "one prompt"),
     ({"prompt": [1, "b"]}, 400, "prompt", "one prompt"),
     ({"prompt": [1, -1]}, 400, "prompt", "-1"),
+    ({"prompt": [None]}, 400, "prompt", "holds null"),
+    ({"prompt": [1, None, -5]}, 400, "prompt", "holds null"),
     ({"prompt": [1, True]}, 400, "prompt", "true"),
     ({"prompt": [1, 10**30]}, 400, "prompt", "integers"),
     ({"prompt": [329, 330]}, 400, None, "[0, 330)"),
@@ -391,6 +399,16 @@ BAD_CHATS = [
     ({"messages": [{"role": "user", "content": "x", "name": "y"}]}, "messages[0].name", "unknown field"),
     ({"messages": [{"role": "king", "content": "x"}]}, "messages", "the roles are"),
     ({"messages": [{"role": "user"}]}, "messages", "must be a str"),
+    ({"messages": [{"role": "user", "content": {"a": "x" * 5000}}]}, "messages", "x...x"),
+    *(
+        (
+            {"messages": [{"role": "assistant", "content": "x", "tool_calls": calls}]},
+            "messages[0].tool_calls",
+            f"is {shown}; it must be a list",
+        )
+        for calls, shown in ((5, "5"), (True, "true"), (False, "false"), ("abc", '"abc"'), ({"a": 1}, "object"))
+    ),
+    ({"messages": [{"role": "assistant", "content": "x", "tool_calls": [5]}]}, "messages", "the tool call 5"),
     ({"max_tokens": 5, "max_completion_tokens": 5}, "max_completion_tokens", "give one"),
     ({"top_logprobs": 3}, "top_logprobs", "only 0"),
     ({"tools": []}, "tools", "unknown field"),
@@ -407,7 +425,7 @@ def test_every_bad_request_is_one_clear_error(plain):
         assert set(answer) == {"error"} and set(answer["error"]) == {"message", "type", "param", "code"}, body
         error = answer["error"]
         assert (got, error["param"], error["type"]) == (status, param, "invalid_request_error"), (body, answer)
-        assert words in error["message"], (body, error)
+        assert words in error["message"] and len(error["message"]) < 1000, (body, error)
     assert get(plain.port, "/healthz")[2] == {"status": "ok", "slots": 4, "busy": 0, "queued": 0}
 
 
@@ -420,6 +438,8 @@ def test_every_bad_request_is_one_clear_error(plain):
         (b"[]", "must be an object"),
         (b'{"model": "m", "prompt": "x", "temperature": NaN}', "NaN"),
         (b'{"prompt": ' + b"[" * 100_000, "nested"),
+        (b'{"model": "m", "prompt": "x", "seed": 1, "seed": 2}', 'the field "seed" stands in one object more than once'),
+        (b'{"model": "m", "prompt": "x", "stream_options": {"include_usage": true, "include_usage": false}}', '"include_usage"'),
         (b'{"max_tokens": ' + b"9" * 5000 + b"}", "no JSON"),
     ],
 )
@@ -453,11 +473,14 @@ def test_a_full_queue_asks_to_come_back():
         until(lambda: engine.stats()["queued"] == 1)
         status, headers, answer = send(server.port, ASK)
         assert status == 429 and headers["Retry-After"] == "1" and answer["error"]["type"] == "rate_limit_error"
+        with socket.create_connection(("127.0.0.1", server.port), timeout=20) as made:  # said at once, before the body is there
+            made.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100000\r\n\r\n")
+            assert made.recv(12) == b"HTTP/1.1 429"
         engine.gate.set()
         for made in (first, second):
             assert "".join(part["choices"][0]["text"] for part in read_events(made)[:-1]) == "Hello"
         page = get(server.port, "/metrics")[2]
-    assert 'moejax_server_requests_total{route="/v1/completions",status="429"} 1' in page
+    assert 'moejax_server_requests_total{route="/v1/completions",status="429"} 2' in page
     assert 'moejax_server_requests_total{route="/v1/completions",status="200"} 2' in page
 
 
@@ -521,6 +544,20 @@ def test_an_answer_that_the_engine_cannot_finish():
     assert server.status == 0
 
 
+def test_a_log_prob_that_is_no_number_ends_the_answer():
+    engine = ScriptedEngine(mirror)
+    engine.log_prob = lambda count: math.nan if count == 3 else -0.5
+    with serving(engine) as server:
+        for ask in (ASK, {**ASK, "logprobs": 0}):
+            status, _, answer = send(server.port, ask)
+            assert status == 500 and answer["error"]["code"] == "engine_error" and "log-prob nan" in answer["error"]["message"]
+            *parts, last = events(server.port, ask)
+            assert "".join(part["choices"][0]["text"] for part in parts) == "He" and "log-prob nan" in last["error"]["message"]
+        until(lambda: engine.stats()["busy"] == 0)
+        page = get(server.port, "/metrics")[2]
+    assert 'status="500"} 4' in page and 'status="499"' not in page
+
+
 def test_a_dead_engine_ends_the_server_with_an_error(caplog):
     engine = ScriptedEngine(mirror)
     with serving(engine) as server:
@@ -540,6 +577,59 @@ def test_a_fault_of_the_server_is_an_error_too(caplog):
         assert status == 500 and answer["error"]["type"] == "server_error" and "Hello" not in answer["error"]["message"]
         assert send(server.port, {**ASK, "prompt": [97]})[2]["choices"][0]["text"] == "a"
     assert "KeyError" in caplog.text
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_fault_in_an_answer_is_counted_once_and_not_as_the_clients(stream, caplog, monkeypatch):
+    def fault(*_):
+        raise KeyError("fault")
+
+    monkeypatch.setattr(Answer, "chunk" if stream else "whole", fault)
+    engine = ScriptedEngine(mirror)
+    with serving(engine) as server:
+        if stream:
+            with pytest.raises(http.client.IncompleteRead):
+                events(server.port, ASK)
+        else:
+            assert send(server.port, ASK)[0] == 500
+        until(lambda: engine.stats()["busy"] == 0)
+        counted = [line for line in get(server.port, "/metrics")[2].splitlines() if line.startswith("moejax_server_requests_total")]
+    assert counted == ['moejax_server_requests_total{route="/v1/completions",status="500"} 1'] and "KeyError" in caplog.text
+
+
+def test_a_connection_without_a_request_is_closed(monkeypatch):
+    monkeypatch.setattr(server_run, "HEAD_SECONDS", 0.2)
+    ask = json.dumps(ASK).encode()
+    whole = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(ask) + ask
+    engine = ScriptedEngine(mirror)
+    with serving(engine) as server:
+        engine.gate.clear()
+        opened = [socket.create_connection(("127.0.0.1", server.port), timeout=20) for _ in range(3)]
+        opened[1].sendall(b"POST /v1/completions HTTP/1.1\r\nHost:")
+        opened[2].sendall(whole)
+        assert opened[0].recv(1) == opened[1].recv(1) == b""
+        time.sleep(0.3)
+        engine.gate.set()  # an answer takes the time that it takes
+        until(lambda: engine.stats()["finished"] == 1)
+        opened[2].sendall(b"POST /v1/comp")  # the next request, on the same connection
+        answer = b""
+        while part := opened[2].recv(65536):
+            answer += part
+        assert b'"Hello"' in answer and answer.count(b"HTTP/1.1") == 1
+        for made in opened:
+            made.close()
+
+
+def test_connections_have_a_limit(monkeypatch):
+    monkeypatch.setattr(server_run, "SPARE_CONNECTIONS", 1)
+    with serving(ScriptedEngine(mirror, slots=1, max_queue=1)) as server:
+        held = [socket.create_connection(("127.0.0.1", server.port), timeout=20) for _ in range(4)]
+        assert send(server.port, ASK)[0] == 200
+        held.append(socket.create_connection(("127.0.0.1", server.port), timeout=20))
+        until(lambda: send(server.port, ASK)[0] == 503)
+        for made in held:
+            made.close()
+        until(lambda: send(server.port, ASK)[0] == 200)
 
 
 # The page of metrics, and the end.
@@ -574,6 +664,13 @@ def test_metrics():
     assert {name: float(values[f"moejax_server_{name}"]) for name in expected} == expected
     helps = [line.split()[2] for line in page.splitlines() if line.startswith("# TYPE")]
     assert len(helps) == len(set(helps))
+
+
+def test_the_time_to_the_first_token_begins_with_the_request():
+    with serving(ScriptedEngine(mirror), encode=lambda text: (time.sleep(0.2), ByteTokenizer().encode(text))[1]) as server:
+        send(server.port, ASK)
+        page = get(server.port, "/metrics")[2]
+    assert float(re.search(r"first_token_seconds_sum (\S+)", page)[1]) >= 0.2
 
 
 def test_a_shutdown_lets_streams_finish_and_takes_nothing_new():
@@ -618,6 +715,48 @@ def test_ports_that_cannot_be_had(plain):
         HttpServer(app, port=plain.port)
     with pytest.raises(ValueError, match=r"\[0, 65535\]"):
         HttpServer(app, port=70000)
+
+
+# The command line.
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        (["--slots", "0"], "--slots is 0"),
+        (["--max-queue", "-1"], "--max-queue is -1"),
+        (["--port", "99999"], "--port is 99999; it must lie in [0, 65535]"),
+        (["--grace", "nan"], "--grace is nan"),
+    ],
+)
+def test_wrong_settings_are_refused_before_the_model_is_read(arguments, words, monkeypatch, capsys):
+    monkeypatch.setattr(cli, "load_model", lambda **options: pytest.fail("the model was loaded"))
+    assert cli.main(["--preset", "tiny", "--random-weights", "--compile-cache", "none", *arguments]) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_a_compile_that_fails_is_one_clear_error(monkeypatch, capsys):
+    engine = ScriptedEngine(mirror)
+    engine.warm_up = lambda: (_ for _ in ()).throw(RuntimeError("RESOURCE_EXHAUSTED: out of memory"))
+    monkeypatch.setattr(cli, "load_model", lambda **options: Loaded(None, None, ByteTokenizer()))
+    monkeypatch.setattr(cli, "Engine", lambda *arguments, **settings: engine)
+    assert cli.main(["--preset", "tiny", "--random-weights", "--compile-cache", "none", "--port", "0"]) == 2
+    assert "error: RESOURCE_EXHAUSTED: out of memory" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "source, name",
+    [
+        ({"hub": "weights/Kimi-K2.5"}, "Kimi-K2.5"),
+        ({"run": "runs/20260101-lr0.1/"}, "20260101-lr0.1"),
+        ({"hub": "weights/Kimi-K2.5/sub/.."}, "Kimi-K2.5"),
+        ({"preset": "sizes/small.v2.json"}, "small.v2"),
+        ({"preset": "tiny"}, "tiny"),
+        ({"preset": "tiny", "name": "mine"}, "mine"),
+    ],
+)
+def test_the_served_name(source, name):
+    assert cli.Serve(**source).model_name() == name
 
 
 # One process, the real engine.

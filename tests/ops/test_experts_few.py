@@ -90,13 +90,46 @@ def test_an_expert_that_nobody_chose_may_be_nan(form):
     np.testing.assert_array_equal(run((x, experts, weights, *broken), form=form), clean)
 
 
-@pytest.mark.parametrize("form", ["gather", "all"])
+@EVERY_FORM
+def test_a_token_does_not_see_what_the_others_choose(form):
+    """All of the first 140 tokens on expert 3 move the others that chose it to the last of its rounds: each keeps its bits."""
+    x, experts, weights, *matrices = make(200, 5, E=64, L=24, F=16)
+    experts = np.array(experts)
+    experts[np.arange(140, 200), np.arange(60) % 5] = 3  # in every column
+    even = run((x, jnp.asarray(experts), weights, *matrices), form=form)
+    experts[:140] = 3
+    skewed = run((x, jnp.asarray(experts), weights, *matrices), form=form)
+    np.testing.assert_array_equal(even[140:], skewed[140:])
+
+
+@EVERY_FORM
 def test_rounds_over_tokens_bound_memory(x64, form, monkeypatch):
     arguments = make(37, 3, L=16, F=8)
-    monkeypatch.setattr(experts_few, "TEMPORARY_BYTES", 5 * 3 * 3 * 16 * 8 * 4)
-    rows = {"gather": experts_few._gather_rows, "all": experts_few._all_rows}[form]
-    assert rows(*arguments[:2], arguments[3:]) == {"gather": 5, "all": 20}[form]
+    budget, expected = {"gather": (5 * 3 * 3 * 16 * 8 * 4, 5), "all": (5 * 3 * 3 * 16 * 8 * 4, 20), "slots": (25_000, 13)}[form]
+    monkeypatch.setattr(experts_few, "TEMPORARY_BYTES", budget)
+    rows = {"gather": experts_few._gather_rows, "all": experts_few._all_rows, "slots": experts_few._slots_rows}[form]
+    assert rows(*arguments[:2], arguments[3:]) == expected
     assert relative(run(arguments, form=form), reference(*arguments)) < 2e-6
+
+
+def test_slots_keep_their_bits_in_rounds_of_tokens(monkeypatch):
+    """Three rounds of 13 tokens, the last one filled up, and tokens that are masked."""
+    arguments, mask = make(37, 3, L=16, F=8), jnp.arange(37) % 4 > 0
+    whole = run(arguments, form="slots", mask=mask)
+    monkeypatch.setattr(experts_few, "TEMPORARY_BYTES", 25_000)
+    np.testing.assert_array_equal(run(arguments, form="slots", mask=mask), whole)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_slots_of_a_prompt_stay_within_the_bound(dtype, monkeypatch):
+    """4096 tokens would take 40 MB (float32): with 4 MB they are served in rounds. Argument copies, of 2 MB at most, come on top."""
+    N, k, E, L, F = 4096, 8, 64, 64, 32
+    number = jax.ShapeDtypeStruct
+    others = [number((N, L), dtype), number((N, k), jnp.int32), number((N, k), jnp.float32)]
+    matrices = [number(shape, dtype) for shape in [(E, L, F), (E, L, F), (E, F, L)]]
+    monkeypatch.setattr(experts_few, "TEMPORARY_BYTES", 2**22)
+    lowered = jax.jit(lambda *a: few_token_experts(*a, form="slots")).lower(*others, *matrices)
+    assert lowered.compile().memory_analysis().temp_size_in_bytes < 2**22 + 2**21
 
 
 @EVERY_FORM

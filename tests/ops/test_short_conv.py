@@ -11,7 +11,7 @@ import pytest
 sys.path.insert(0, os.path.join(os.path.dirname(__file__), "..", "kernels"))
 from conv_taps import selections
 
-from moejax.ops import short_conv
+from moejax.ops import short_conv, short_conv_step
 
 
 def plain(x, weight, history, chosen):
@@ -218,6 +218,39 @@ def test_bad_input_is_named():
         (lambda: short_conv(x, w[:0]), "W >= 1"),
         (lambda: short_conv(x, w, segment_ids=jnp.ones((2, 5), jnp.int32)), r"segment_ids is int32\[2, 5\]"),
         (lambda: short_conv(x, w, segment_ids=jnp.ones((2, 6))), "must be integers"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            call()
+
+
+@pytest.mark.parametrize("width", [1, 4])
+def test_steps_equal_the_whole_and_inactive_rows_stand_still(width):
+    """Row 1 rests at every third token, with NaN as its input."""
+    (x, w, h), _ = make(2, 9, 3, width)
+    x, w, h = (jnp.asarray(a, jnp.float32) for a in (x, w, h))
+    real = np.ones((2, 9), bool)
+    real[1, ::3] = False
+    whole, last = short_conv(x, w, history=h, segment_ids=jnp.asarray(real, jnp.int32))
+    step, history = jax.jit(short_conv_step), h
+    for t in range(9):
+        active = jnp.asarray(real[:, t])
+        y, history = step(jnp.where(active[:, None], x[:, t], jnp.nan), w, history, active=active)
+        np.testing.assert_allclose(y, whole[:, t], rtol=1e-6, atol=1e-6)
+    np.testing.assert_array_equal(history, last)
+    np.testing.assert_array_equal(step(x[:, 0], w, h)[0], step(x[:, 0], w, h, active=jnp.ones(2, bool))[0])
+
+
+def test_a_step_names_bad_input():
+    x, w, h = jnp.ones((2, 3)), jnp.ones((4, 3)), jnp.ones((2, 3, 3))
+    for call, text in (
+        (lambda: short_conv_step(x[:, None], w, h), r"\[B,C\]"),
+        (lambda: short_conv_step(x[0], w, h), r"\[B,C\]"),
+        (lambda: short_conv_step(x[:0], w, h[:0]), r"no axis of \[B,C\] may be empty"),
+        (lambda: short_conv_step(x, w, h[:, 1:]), r"B,W-1,C"),
+        (lambda: short_conv_step(x.astype(jnp.float16), w, h), "float16"),
+        (lambda: short_conv_step(x, w, h, active=jnp.ones(1, bool)), r"active is bool\[1\]; it must be bool \[B\] = \[2\]"),
+        (lambda: short_conv_step(x, w, h, active=jnp.ones(2)), r"active is float32\[2\]"),
+        (lambda: short_conv_step(x, w, h, active=jnp.ones((2, 1), bool)), r"active is bool\[2, 1\]"),
     ):
         with pytest.raises(ValueError, match=text):
             call()
