@@ -62,7 +62,9 @@ def short_conv_step(x: Array, weight: Array, history: Array, *, active: Array | 
     check_short_conv(x[:, None], weight, history, None)
     active = None if active is None else jnp.asarray(active)
     if active is not None and (active.shape != x.shape[:1] or active.dtype != jnp.bool_):
-        raise ValueError(f"active is {active.dtype}{list(active.shape)}; it must be bool [B] = [{x.shape[0]}], False for a row without a token.")
+        raise ValueError(
+            f"active is {active.dtype}{list(active.shape)}; it must be bool [B] = [{x.shape[0]}], False for a row without a token."
+        )
     inputs = jnp.concatenate([history.astype(x.dtype), x[:, None]], axis=1)
     y = _silu_of_taps([inputs[:, tap] for tap in range(weight.shape[0])], weight).astype(x.dtype)
     moved = inputs[:, 1:].astype(history.dtype)

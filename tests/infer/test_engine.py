@@ -483,7 +483,7 @@ def test_bad_engines(served, toy):
     cut = HybridLM(served.model.config, parallel=ModelParallel(make_mesh(MeshConfig(expert=2))))
     with pytest.raises(ValueError, match="mesh cuts rows into 2"):
         Engine(cut, served.variables, slots=1, capacity=8)
-    with pytest.raises(ValueError, match=r"another configuration than the model \(.*dense_layers.*\); give the model that they were") as caught:
+    with pytest.raises(ValueError, match=r"another configuration than the model \(.*dense_layers.*\); give the model") as caught:
         Engine(dense, None, slots=1, capacity=8, weights=served.weights)
     assert "dtype=" not in str(caught.value)
 
