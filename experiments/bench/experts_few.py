@@ -67,7 +67,7 @@ def main(study: Study) -> dict[tuple[str, int], float]:
         chosen = np.stack([rng.permutation(s.experts)[: s.k] for _ in range(N)])
         x = jnp.asarray(rng.normal(size=(N, s.latent)), jnp.bfloat16)
         arguments = (x, jnp.asarray(chosen, jnp.int32), jnp.full((N, s.k), 1 / s.k, jnp.float32), *matrices)
-        best, line = few_token_form(N, s.k, s.experts).name, f"{N:>7}"
+        best, line = few_token_form(N, s.k, s.experts, expert_flops=6 * s.latent * s.width).name, f"{N:>7}"
         for name, call in calls.items():
             cell = "-"
             if name != "gather" or s.most_gathered >= N:

@@ -24,7 +24,7 @@ def text_generator(
     capacity: int | None = None,
     chunk: int = 2048,
     dtype: Any = None,
-    state_dtype: str = "float32",
+    state_dtype: str | None = None,
 ) -> Generate:
     """-> generate(prompts, max_new_tokens) for at most `rows` prompts a call; a text ends before EOS.
 

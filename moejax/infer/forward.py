@@ -153,8 +153,8 @@ def _moe(weights: Weights, layer: LayerWeights, h, mask, activation, *, want: bo
     return y, chosen if mask is None else jnp.where(mask[..., None], chosen, -1)
 
 
-FEW = 1024
-"""Tokens up to which few_token_experts is the better form everywhere."""
+FEW = 128
+"""Tokens up to which few_token_experts is the better form everywhere; beyond, a CPU has no arithmetic to waste."""
 
 
 def _expert_products(entered: EnteredLatent, activation):

@@ -94,7 +94,7 @@ def generate(
     weights = prepare(model, variables) if weights is None else weights
     prompts, counts = padded_prompts(tokens, lengths)
     rows = len(counts)
-    stop = jnp.asarray(token_ids("stop_ids", stop_ids, weights.config.vocab_size))
+    stop = _padded_stop(token_ids("stop_ids", stop_ids, weights.config.vocab_size))
     needed = int(counts.max()) + max_new_tokens
     if capacity is not None and at_least_one("capacity", capacity) < needed:
         raise ValueError(f"capacity={capacity}, but the longest prompt and {max_new_tokens} new tokens make {needed}.")
@@ -177,6 +177,11 @@ class _Collected:
             prompt_experts = np.asarray(prompt_experts)
         reasons = ["stop" if stopped else "length" for stopped in self.stopped]
         return Generated(self.tokens, self.counts, self.log_probs, reasons, prompt_experts, experts, cache)
+
+
+def _padded_stop(ids: np.ndarray) -> jax.Array:
+    """Padded to a multiple of 8 with what no token is, so that another number of stop ids is not another program."""
+    return jnp.asarray(np.pad(ids, (0, 8 * max(-(-len(ids) // 8), 1) - len(ids)), constant_values=-2))
 
 
 def _room(tokens: int) -> int:

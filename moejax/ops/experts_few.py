@@ -23,6 +23,7 @@ from moejax.ops.mxfp4 import mxfp4_decode
 FORMS = ("gather", "all", "slots")
 GATHER_COST = 1.5  # time of a gathered matrix over one of a batched product: 22 against 15 us (66 MB), 4.1 against 3.4 (14 MB)
 MOST_TOKENS = 128  # of "all": N operations a byte of bfloat16 weights; an H200 does 165 in the time it reads one
+MOST_FLOPS = 8e10  # of "all" beyond that: 0.1 ms of an H200, what the sort and the loop of "slots" cost; by arithmetic, not measured
 LEAST_SLOTS = 32
 TEMPORARY_BYTES = 2**30  # of gathered or decoded matrices, and of the experts' rows
 
@@ -60,7 +61,8 @@ def few_token_experts(x, experts, weights, w_gate, w_up, w_down, *, activation=s
     """
     check_expert_mlp(x, experts, weights, w_gate, w_up, w_down, mask)
     N, k = experts.shape
-    form = few_token_form(N, k, num_experts(w_gate), form=form).name
+    flops = 2.0 * _expert_bytes((w_gate, w_up, w_down), 1)
+    form = few_token_form(N, k, num_experts(w_gate), expert_flops=flops, form=form).name
     arguments = (x, experts, weights, (w_gate, w_up, w_down), mask)
     arrays = jax.tree.leaves(arguments)
     arguments: Any = jax.tree.map(lambda a: match_varying(a, *arrays), arguments)
@@ -75,12 +77,14 @@ def few_token_experts(x, experts, weights, w_gate, w_up, w_down, *, activation=s
     return (total if mask is None else jnp.where(mask[:, None], total, 0)).astype(x.dtype)
 
 
-def few_token_form(tokens: int, k: int, experts: int, *, form: str | None = None) -> FormChoice:
+def few_token_form(tokens: int, k: int, experts: int, *, expert_flops: float = float("inf"), form: str | None = None) -> FormChoice:
     """What `few_token_experts(form=...)` runs for static sizes N, k, E, and why.
+
+    expert_flops: operations of one expert on one token, 6 L F.
 
     The rule counts bytes of weights, in units of one expert: "gather" reads N k, at two thirds of the rate, "all" E, whatever
     the routing. "all" also does N operations for each byte, so above 128 tokens "slots" takes its place, which does about
-    2 N k / E at the price of a sort and of a loop whose end the host must learn.
+    2 N k / E at the price of a sort and of a loop whose end the host must learn; small experts stay with "all" for longer.
 
     Milliseconds on an H200, bfloat16, 256 experts of 14 MB, k 8, for expert_mlp, gather, all, slots (reading the chosen
     experts once takes 0.09, 0.47, 0.74, 0.76 ms):
@@ -98,7 +102,9 @@ def few_token_form(tokens: int, k: int, experts: int, *, form: str | None = None
         return FormChoice("gather", f"{GATHER_COST} x {tokens} tokens x {k} are less than {experts} experts")
     if tokens <= MOST_TOKENS:
         return FormChoice("all", f"{GATHER_COST} x {tokens} tokens x {k} are {experts} experts or more")
-    return FormChoice("slots", f"{tokens} tokens are more than {MOST_TOKENS}")
+    if tokens * experts * expert_flops <= MOST_FLOPS:
+        return FormChoice("all", f"{tokens} tokens on all {experts} experts are {tokens * experts * expert_flops:.1e} operations")
+    return FormChoice("slots", f"{tokens} tokens are more than {MOST_TOKENS}, and too many operations on every expert")
 
 
 def _in_rounds(run, rows, x, experts, weights, mask):

@@ -114,6 +114,7 @@ def test_seeds_have_rows_of_their_own_and_blocks_follow():
 TINY = dataclasses.replace(SMALL, steps=2, block=1, batch=2, width=16, eval_rows=2, eval_calls=1, seeds=2)
 
 
+@pytest.mark.slow  # 20 s, nearly all of it compiling; the parts have tests of their own
 def test_command(tmp_path):
     """Hybrid layers, lengths with and without interpolation, files, table, pictures."""
     settings = dict(task="recall", mixers=("no_delta,mla_rotary",), layers=2, length=32, pairs=2, vocab_size=16, stacks=None, elements=None)

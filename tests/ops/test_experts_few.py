@@ -174,6 +174,8 @@ def test_choice_counts_bytes():
     assert few_token_form(1, 16, 896).name == "gather"
     assert few_token_form(37, 16, 896).name == "gather" and few_token_form(38, 16, 896).name == "all"
     assert few_token_form(128, 16, 896).name == "all" and few_token_form(129, 16, 896).name == "slots"
+    assert few_token_form(1024, 4, 24, expert_flops=6 * 512 * 256).name == "all"  # 1.9e10 operations
+    assert few_token_form(1024, 8, 256, expert_flops=1.4e7).name == "slots"  # 3.7e12
     assert few_token_form(4, 16, 112).name == "gather" and few_token_form(5, 16, 112).name == "all"
     assert few_token_form(1, 4, 8, form="slots").reason == "it was named"
     assert slots_per_round(1024, 16, 896) == 64 and slots_per_round(129, 16, 896) == 32 and slots_per_round(20, 16, 896) == 20

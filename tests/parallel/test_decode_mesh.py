@@ -34,8 +34,8 @@ ACTIVE = jnp.array([True, True, False, True, True, True, False, True])
 
 @pytest.fixture(scope="module")
 def variables(noisy):
-    values = jax.jit(HybridLM(CONFIG).init)(jax.random.key(0), jnp.zeros((1, 1), jnp.int32))
-    return noisy(values, jax.random.key(1), 0.1)
+    shapes = jax.eval_shape(HybridLM(CONFIG).init, jax.random.key(0), jnp.zeros((1, 1), jnp.int32))
+    return noisy(jax.tree.map(lambda leaf: jnp.full(leaf.shape, 0.3, leaf.dtype), shapes), jax.random.key(1), 0.1)
 
 
 def run(model, variables, place):
