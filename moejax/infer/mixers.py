@@ -13,7 +13,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import PartitionSpec
 
 from ..config import KDAConfig, MLAConfig
 from ..kernels.kda.decode import kda_decode
@@ -124,7 +123,7 @@ def over_mesh(parallel: ModelParallel | None, mix, x, weights, cache, per_row: t
         return (lax.psum(y, heads) if heads else y), cache
 
     cached = type(cache)(*(parallel.spec(*CACHE_AXES[name]) for name in cache._fields))
-    tokens = PartitionSpec(*batch, None, None)
+    tokens = parallel.spec("batch", None, None)
     specs = (tokens, weight_specs(weights, {}, parallel), cached, tuple(None if row is None else batch for row in per_row))
     mapped = jax.shard_map(local, mesh=parallel.mesh, in_specs=specs, out_specs=(tokens, cached))
     return mapped(x, weights, cache, per_row)
