@@ -18,6 +18,18 @@ import pytest
 GOLDEN = pathlib.Path(__file__).parent / "golden"
 
 
+@pytest.fixture(autouse=True)
+def no_cache_of_programs():
+    """A test that leaves JAX's cache of compiled programs on makes later ones read programs of other processes, which can crash them."""
+    import jax
+
+    before = jax.config.jax_compilation_cache_dir
+    yield
+    after = jax.config.jax_compilation_cache_dir
+    jax.config.update("jax_compilation_cache_dir", before)
+    assert after == before, f"this test left jax_compilation_cache_dir at {after}; pass --compile-cache none"
+
+
 @pytest.fixture(scope="session")
 def golden():
     """golden("kda/prod_T17.npz") -> {name: numpy array}."""

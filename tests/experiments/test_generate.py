@@ -188,7 +188,7 @@ def test_no_control_characters_reach_a_terminal(capsys, monkeypatch):
     ],
 )
 def test_bad_input(arguments, message, capsys):
-    assert cli.main(arguments) == 2
+    assert cli.main([*arguments, "--compile-cache", "none"]) == 2
     assert message in capsys.readouterr().err
 
 
