@@ -1,5 +1,6 @@
 """Shared test set-up: 8 forced CPU devices, and a loader for the golden vectors in tests/golden."""
 
+import gc
 import os
 import pathlib
 import sys
@@ -15,6 +16,7 @@ if "xla_backend_optimization_level" not in os.environ["XLA_FLAGS"] and "gpu" not
 import numpy as np
 import pytest
 
+MOST_MAPS = 20000
 GOLDEN = pathlib.Path(__file__).parent / "golden"
 
 
@@ -28,6 +30,18 @@ def no_cache_of_programs():
     after = jax.config.jax_compilation_cache_dir
     jax.config.update("jax_compilation_cache_dir", before)
     assert after == before, f"this test left jax_compilation_cache_dir at {after}; pass --compile-cache none"
+
+
+@pytest.fixture(autouse=True, scope="module")
+def room_for_programs():
+    """Every compiled program takes memory maps, and Linux gives a process 65530: past them XLA's compiler crashes the worker."""
+    yield
+    maps = pathlib.Path("/proc/self/maps")
+    if maps.exists() and maps.read_text().count("\n") > MOST_MAPS:
+        import jax
+
+        jax.clear_caches()
+        gc.collect()
 
 
 @pytest.fixture(scope="session")

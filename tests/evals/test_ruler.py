@@ -193,7 +193,7 @@ def test_a_model_writes_the_texts(monkeypatch):
     assert write(prompts, 9) == ["Hi", "Hj"]
     rows, settings = calls[0]
     assert rows == 3 and settings["stop_ids"] == (BYTES.eos_id,) and settings["weights"] == ("weights", "bfloat16")
-    assert (settings["max_new_tokens"], settings["capacity"], settings["chunk"], settings["state_dtype"]) == (9, 99, 7, "float32")
+    assert (settings["max_new_tokens"], settings["capacity"], settings["chunk"], settings["state_dtype"]) == (9, 99, 7, None)
     with pytest.raises(ValueError, match="4 prompts in a call, rows=3"):
         write(prompts * 2, 9)
 
