@@ -41,18 +41,9 @@ class Conversation:
         self.closed = False
         """The last answer ended with one of its stop ids."""
 
-    @property
-    def empty(self) -> bool:
-        return not self.read
-
-    @property
-    def last(self) -> int:
-        """The newest token."""
-        return self.pending[-1]
-
     def forget_last(self, tokens: Sequence[int]) -> None:
         """The newest token, which was not read yet, is dropped if it is one of these."""
-        if self.pending and self.last in tokens:
+        if self.pending and self.pending[-1] in tokens:
             self.pending = []
 
     def answer(self, ids: Sequence[int], *, most: int, sampling: Sampling, stop_ids: Sequence[int]) -> Iterator[int]:
@@ -64,10 +55,14 @@ class Conversation:
         RuntimeError: logits that are no distribution (NaN).
         """
         ids = [*self.pending, *ids]
-        self._check(ids)
-        self.pending, self.closed = [], False
+        if self.read + len(ids) >= self.capacity:
+            raise ValueError(
+                f"{self.read} tokens were read and {len(ids)} are new, which leaves no room for an answer in a context of {self.capacity}; "
+                "make it larger (--context)."
+            )
         step = prefill(self.weights, [ids], self.cache, chunk=self.chunk)
         self.cache, self.read = step.cache, self.read + len(ids)
+        self.pending, self.closed = [], False
         drawn = _first(step.logits, sampling, np.array([self.read], np.int32))
         for left in range(min(most, self.capacity - self.read), 0, -1):
             token = int(drawn.tokens[0])
@@ -80,18 +75,6 @@ class Conversation:
             self.pending = []
             self.cache, drawn = _next(self.weights, self.cache, drawn.tokens, sampling, np.array([self.read + 1], np.int32))
             self.read += 1
-
-    def _check(self, ids: list[int]) -> None:
-        vocabulary = self.weights.config.vocab_size
-        if bad := [i for i in ids if not 0 <= i < vocabulary]:
-            raise ValueError(f"token ids hold {bad[0]}; they must lie in [0, {vocabulary}), the vocabulary.")
-        if not ids:
-            raise ValueError("there is nothing to read; give at least one token.")
-        if self.read + len(ids) >= self.capacity:
-            raise ValueError(
-                f"{self.read} tokens were read and {len(ids)} are new, which leaves no room for an answer in a context of {self.capacity}; "
-                "make it larger (--context)."
-            )
 
 
 _first = jax.jit(sample)

@@ -16,7 +16,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import tyro
 
@@ -24,32 +24,19 @@ if not __package__:  # started as a file
     sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
 from experiments.answering import Conversation
-from experiments.load_model import Loaded, chat_ids, has_chat, load_model, prompt_ids, stop_ids
+from experiments.load_model import Loaded, Source, chat_ids, has_chat, prompt_ids, stop_ids
 from moejax.data.dialog import render_dialog, special_id
+from moejax.infer.requests import at_least_one
 from moejax.infer.sampling import Sampling, make_sampling
 from moejax.infer.server_text import TextStream
-from moejax.train.run_config import configure_compile_cache
 
 CLEAR, EXIT = "/clear", "/exit"
-NAME = tyro.conf.arg(metavar="PATH")
 
 
 @dataclasses.dataclass(frozen=True)
-class Generate:
+class Generate(Source):
     """Continue a text, or talk with a model in the terminal."""
 
-    run: Annotated[str | None, NAME] = None
-    """Folder of a training run; its newest checkpoint is used."""
-    hub: Annotated[str | None, NAME] = None
-    """Folder of published weights."""
-    preset: str | None = None
-    """Model size by name, or a JSON file that holds a ModelConfig; with --random-weights."""
-    random_weights: bool = False
-    """With --preset: weights that nobody trained."""
-    tokenizer: str | None = None
-    """A tokenizer file or folder, or "bytes". None: bytes for a run or a preset, the files beside the weights of --hub."""
-    keep_packed: bool = False
-    """With --hub: leave K3's experts in MXFP4, a quarter of the memory."""
     prompt: str | None = None
     """Text to continue; "-" reads it from standard input."""
     chat: bool = False
@@ -74,8 +61,6 @@ class Generate:
     """Prompt tokens read at once."""
     state_dtype: Literal["float32", "bfloat16"] = "float32"
     """Storage of the KDA states."""
-    compile_cache: str = "auto"
-    """Folder that keeps compiled programs; "auto": as in experiments.pretrain, "none": keep nothing."""
 
     def check(self) -> None:
         """ValueError for settings that no model could serve, before one is read."""
@@ -84,9 +69,8 @@ class Generate:
         if self.system is not None and not self.chat:
             raise ValueError("--system is for --chat; a text to continue has no system's message.")
         for name in ("max_new_tokens", "chunk", "context"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"--{name.replace('_', '-')} is {value}; it must be at least 1.")
+            if (value := getattr(self, name)) is not None:
+                at_least_one(f"--{name.replace('_', '-')}", value)
         if "" in self.stop:
             raise ValueError("--stop holds an empty text, which is everywhere; leave it out.")
         self.sampling()
@@ -131,15 +115,7 @@ def main(arguments: list[str] | None = None) -> int:
 def run(config: Generate) -> int:
     """One completion, or a chat."""
     config.check()
-    configure_compile_cache(config.compile_cache)
-    loaded = load_model(
-        run=config.run,
-        hub=config.hub,
-        preset=config.preset,
-        random_weights=config.random_weights,
-        tokenizer=config.tokenizer,
-        keep_packed=config.keep_packed,
-    )
+    loaded = config.load()
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="replace")  # type: ignore[attr-defined]  # a terminal that cannot show a character
     return chat(config, loaded) if config.chat else complete(config, loaded)
@@ -152,9 +128,7 @@ def complete(config: Generate, loaded: Loaded) -> int:
         raise ValueError("the prompt has no tokens; give some text.")
     capacity = config.context or len(ids) + config.max_new_tokens
     conversation = Conversation(loaded, capacity=capacity, chunk=config.chunk, state_dtype=config.state_dtype)
-    with Interrupt() as interrupt:
-        _write(conversation, ids, config, loaded, stop_ids(loaded.tokenizer), interrupt)
-        return 130 if interrupt.asked else 0
+    return 130 if _write(conversation, ids, config, loaded.tokenizer) else 0
 
 
 def chat(config: Generate, loaded: Loaded) -> int:
@@ -172,8 +146,7 @@ def chat(config: Generate, loaded: Loaded) -> int:
         message = {"role": "user", "content": text}
         ids = next_turn(conversation, tokenizer, message, config.system)
         try:
-            with Interrupt() as interrupt:
-                _write(conversation, ids, config, loaded, stop_ids(tokenizer, chat=True), interrupt)
+            _write(conversation, ids, config, tokenizer)
         except ValueError as error:  # no room: the dialog is as it was
             print(f"{error} {CLEAR} begins a new dialog.", file=sys.stderr)
     return 0
@@ -185,7 +158,7 @@ def next_turn(conversation: Conversation, tokenizer: Any, message: dict[str, str
     An answer that did not end its turn has it ended here: one that was cut short, and one that ended with eos, in whose place turn_end
     stands, for in training eos ends a document and stands inside none.
     """
-    if conversation.empty:
+    if not conversation.read:
         start = [] if system is None else [{"role": "system", "content": system}]
         return chat_ids(tokenizer, [*start, message])
     turn_end = special_id(tokenizer, "turn_end")
@@ -199,38 +172,33 @@ def _lines() -> Iterator[str]:
     """What the user enters; Ctrl-C at the prompt begins a new line."""
     while True:
         try:
-            text = _input().strip()
-        except EOFError:
-            return
+            print("> ", end="", file=sys.stderr, flush=True)
+            line = sys.stdin.readline()
         except KeyboardInterrupt:
             print(f"\n{EXIT} or Ctrl-D ends the chat.", file=sys.stderr)
             continue
-        if text:
+        if not line:
+            return
+        if text := line.strip():
             yield text
 
 
-def _input() -> str:
-    print("> ", end="", file=sys.stderr, flush=True)
-    line = sys.stdin.readline()
-    if not line:
-        raise EOFError
-    return line
-
-
-def _write(conversation: Conversation, ids: Sequence[int], config: Generate, loaded: Loaded, stops: Sequence[int], interrupt) -> None:
-    """Write one answer to standard output, a whole character at a time, and how fast it came to standard error."""
-    stream, times = TextStream(loaded.tokenizer, config.stop), [time.perf_counter()]
-    for _ in conversation.answer(ids, most=config.max_new_tokens, sampling=config.sampling(), stop_ids=stops):
-        times.append(time.perf_counter())
-        if not conversation.closed:  # the token that ends a turn is no text
-            _show(stream.add(conversation.last))
-        if stream.stopped or interrupt.asked:
-            break
-    _show(stream.end() + "\n")
-    why = "interrupted" if interrupt.asked else "stop" if stream.stopped or conversation.closed else "length"
-    later = times[2:]  # between the first token and the second, the step may have been compiled
-    speed = f", {(len(later) - 1) / (later[-1] - later[0]):.1f} tokens/s after the second" if len(later) > 1 else ""
-    print(f"[{len(times) - 1} tokens, {why}; first after {times[1] - times[0]:.2f} s{speed}]", file=sys.stderr)
+def _write(conversation: Conversation, ids: Sequence[int], config: Generate, tokenizer: Any) -> bool:
+    """One answer to standard output, a whole character at a time, and its speed to standard error; -> whether Ctrl-C cut it short."""
+    stream, times, stops = TextStream(tokenizer, config.stop), [time.perf_counter()], stop_ids(tokenizer, chat=config.chat)
+    with Interrupt() as interrupt:
+        for token in conversation.answer(ids, most=config.max_new_tokens, sampling=config.sampling(), stop_ids=stops):
+            times.append(time.perf_counter())
+            if not conversation.closed:  # the token that ends a turn is no text
+                _show(stream.add(token))
+            if stream.stopped or interrupt.asked:
+                break
+        _show(stream.end() + "\n")
+        why = "interrupted" if interrupt.asked else "stop" if stream.stopped or conversation.closed else "length"
+        later = times[2:]  # between the first token and the second, the step may have been compiled
+        speed = f", {(len(later) - 1) / (later[-1] - later[0]):.1f} tokens/s after the second" if len(later) > 1 else ""
+        print(f"[{len(times) - 1} tokens, {why}; first after {times[1] - times[0]:.2f} s{speed}]", file=sys.stderr)
+        return interrupt.asked
 
 
 def _show(text: str) -> None:

@@ -5,15 +5,17 @@ N: tokens of a prompt.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import pathlib
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import tyro
 
 from moejax import hub as published
 from moejax import presets
@@ -24,10 +26,11 @@ from moejax.data.dialog import render_dialog, special_id
 from moejax.modules.model import HybridLM
 from moejax.train.checkpoint import Checkpointer
 from moejax.train.optimizers import make_optimizer
-from moejax.train.run_config import load_run
+from moejax.train.run_config import configure_compile_cache, load_run
 from moejax.train.state import init_state
 
 BYTES = "bytes"
+NAME = tyro.conf.arg(metavar="PATH")
 
 
 class Loaded(NamedTuple):
@@ -49,18 +52,16 @@ def load_model(
     tokenizer: str | None = None,
     seed: int = 0,
     step: int | None = None,
-    on_damage: str = "raise",
     keep_packed: bool = False,
 ) -> Loaded:
     """Model, weights and tokenizer from exactly one source, on the default device.
 
     Args:
-      run: folder of `experiments.pretrain`; its newest whole checkpoint, or that of `step`.
+      run: folder of `experiments.pretrain`; its newest checkpoint, or that of `step`.
       hub: folder of published weights (`moejax.hub.load`). keep_packed: leave K3's experts in MXFP4.
       preset: a name of `moejax.presets` or a JSON file with a ModelConfig, with random weights of `seed`; `random_weights` must say
         that they are wanted.
       tokenizer: "bytes", or a tokenizer file or folder. None: bytes for a run or a preset, the files beside the weights for `hub`.
-      step, on_damage: as in `Checkpointer.restore`.
 
     Raises:
       ValueError: no source or several, an option of another source, a model that does not fit into memory, a tokenizer with more
@@ -73,7 +74,7 @@ def load_model(
     source = given[0]
     _check_options(
         source,
-        run={"step": step, "on_damage": None if on_damage == "raise" else on_damage},
+        run={"step": step},
         hub={"keep_packed": keep_packed or None},
         preset={"random_weights": random_weights or None, "seed": seed or None},
     )
@@ -81,7 +82,7 @@ def load_model(
         raise ValueError(f"preset {preset!r} has no weights: ask for random ones (random_weights=True, --random-weights), or name a run.")
     read = None if tokenizer is None else _tokenizer(tokenizer)  # before the weights: it fails fast
     if run is not None:
-        loaded = Loaded(*_from_run(run, step, on_damage), read or ByteTokenizer())
+        loaded = Loaded(*_from_run(run, step), read or ByteTokenizer())
     elif hub is not None:
         read = read or _tokenizer_beside(hub)
         checkpoint = published.load(hub, keep_packed=keep_packed)
@@ -94,6 +95,39 @@ def load_model(
     if needed > have:
         raise ValueError(f"the tokenizer has {needed} ids, the model {have}; they do not belong together: name the model's own tokenizer.")
     return loaded
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """The flags that name a model; a command line's settings derive from it."""
+
+    run: Annotated[str | None, NAME] = None
+    """Folder of a training run; its newest checkpoint is used."""
+    hub: Annotated[str | None, NAME] = None
+    """Folder of published weights."""
+    preset: str | None = None
+    """Model size by name, or a JSON file that holds a ModelConfig; with --random-weights."""
+    random_weights: bool = False
+    """With --preset: weights that nobody trained."""
+    tokenizer: str | None = None
+    """A tokenizer file or folder, or "bytes". None: bytes for a run or a preset, the files beside the weights of --hub."""
+    keep_packed: bool = False
+    """With --hub: leave K3's experts in MXFP4, a quarter of the memory."""
+    compile_cache: str = "auto"
+    """Folder that keeps compiled programs; "auto": as in experiments.pretrain, "none": keep nothing."""
+
+    def load(self, *, seed: int = 0) -> Loaded:
+        """What `load_model` gives, on the device; what is compiled from here on is kept in the `compile_cache`."""
+        configure_compile_cache(self.compile_cache)
+        return load_model(
+            run=self.run,
+            hub=self.hub,
+            preset=self.preset,
+            random_weights=self.random_weights,
+            tokenizer=self.tokenizer,
+            seed=seed,
+            keep_packed=self.keep_packed,
+        )
 
 
 def prompt_ids(tokenizer: Any, text: str) -> list[int]:
@@ -144,7 +178,7 @@ def _check_options(source: str, **options: dict[str, Any]) -> None:
             raise ValueError(f"{' and '.join(set_here)}: only for a model from {owner}, and this one comes from {source}; leave it out.")
 
 
-def _from_run(run: str | os.PathLike, step: int | None, on_damage: str) -> tuple[HybridLM, dict[str, Any]]:
+def _from_run(run: str | os.PathLike, step: int | None) -> tuple[HybridLM, dict[str, Any]]:
     """The whole state is read, for its checksums; moments stay in the host's memory and are dropped."""
     config, model_config = load_run(str(run))
     folder = pathlib.Path(run) / "checkpoint"
@@ -153,7 +187,7 @@ def _from_run(run: str | os.PathLike, step: int | None, on_damage: str) -> tuple
     model, optimizer = HybridLM(model_config), make_optimizer(config.optimizer_config)
     template = jax.eval_shape(lambda key: init_state(model, optimizer, key), jax.random.key(config.seed))
     with jax.default_device(_host()):
-        state, _ = Checkpointer(folder).restore(template, step=step, on_damage=on_damage)
+        state, _ = Checkpointer(folder).restore(template, step=step)
         kept = jax.tree.map(np.asarray, {"params": state.params, "router_state": state.router_state})
     del state
     return model, jax.tree.map(jnp.asarray, kept)

@@ -49,15 +49,12 @@ class Study:
     """Rows a step, of each seed."""
     seeds: int = 3
     learning_rate: float = 1e-3
-    warmup_fraction: float = 0.05
     block: int = 100
     """Steps a call of the device; divides --steps."""
     layers: int = 2
     width: int = 256
     heads: int = 2
     head_dim: int = 128
-    initializer_range: float = 0.02
-    """Standard deviation of the initial matrices."""
     length: int | None = None
     """Tokens a row; None: 255 for stack, 256 for the others."""
     vocab_size: int | None = None
@@ -72,11 +69,9 @@ class Study:
     """Rows a call of the scoring; fewer when they are longer than 1,024 tokens."""
     eval_calls: int = 8
     eval_lengths: tuple[int, ...] = ()
-    """Of recall: score at these lengths, rotary models with positions as they are and interpolated. None: the trained length."""
+    """Of recall: score at these lengths too, rotary models with positions as they are and interpolated."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Of activations. KDA's GPU kernels need bfloat16."""
-    implementation: Literal["xla", "triton"] | None = None
-    """Of the recurrent layers; None: chosen by the platform and dtype."""
     out: Path | None = None
     """Folder of recall.jsonl and results.json. None: print only."""
 
@@ -108,12 +103,10 @@ class Study:
         if len(names) not in (1, self.layers):
             raise ValueError(f"--mixers {mixers}: {len(names)} names for {self.layers} layers; give one, or one a layer.")
         names = names * self.layers if len(names) == 1 else names
-        read = ("width", "heads", "head_dim", "initializer_range", "dtype", "implementation")
-        sizes: dict[str, Any] = {name: getattr(self, name) for name in read}
-        return Shape(task.vocab_size, names, rotary_scale=rotary_scale, **sizes)
+        return Shape(task.vocab_size, names, self.width, self.heads, self.head_dim, self.dtype, rotary_scale)
 
     def optimizer(self) -> OptimizerConfig:
-        return OptimizerConfig(learning_rate=self.learning_rate, total_steps=self.steps, warmup_fraction=self.warmup_fraction)
+        return OptimizerConfig(learning_rate=self.learning_rate, total_steps=self.steps, warmup_fraction=0.05)
 
 
 def run_one(study: Study, mixers: str, record: Any) -> dict[str, Any]:
@@ -206,10 +199,6 @@ def write_results(out: Path, runs: list[dict[str, Any]], settings: dict[str, Any
     (out / "results.json").write_text(json.dumps(document, indent=1) + "\n")
 
 
-def environment() -> dict[str, str]:
-    return {"jax": jax.__version__, "device": jax.devices()[0].device_kind}
-
-
 def main(study: Study) -> list[dict[str, Any]]:
     if study.out:
         study.out.mkdir(parents=True, exist_ok=True)
@@ -224,11 +213,13 @@ def main(study: Study) -> list[dict[str, Any]]:
             course = f"loss {_each(event['loss'])}  accuracy {_each(event['accuracy'])}"
             print(f"{event['mixers']:14} step {event['step']:6}  {course}", flush=True)
 
+    chosen = {name: str(value) for name, value in dataclasses.asdict(study).items()}
+    settings = {"jax": jax.__version__, "device": jax.devices()[0].device_kind, "study": chosen}
     runs = []
     for mixers in study.mixers:
         runs.append(run_one(study, mixers, record))
         if study.out:
-            write_results(study.out, runs, environment() | {"study": {k: str(v) for k, v in dataclasses.asdict(study).items()}})
+            write_results(study.out, runs, settings)
     print("\n".join(table(runs)))
     return runs
 

@@ -25,15 +25,18 @@ from flax import linen as nn
 from moejax.config import KDAConfig, MLAConfig
 from moejax.kernels.common import accumulation_dtype
 from moejax.kernels.kda.gate import l2_normalize
+from moejax.modules.block import RMSNorm
 from moejax.modules.feed_forward import FeedForward
 from moejax.modules.initializers import dt_bias
 from moejax.modules.kda import KimiDeltaAttention
 from moejax.modules.mla import GatedMLA
-from moejax.ops import KDAWeights, kda_gate, kda_layer, rms_norm, short_conv
+from moejax.ops import KDAWeights, kda_gate, kda_layer, short_conv
 from moejax.ops.kda_layer import layer_around
 
 MIXERS = ("kda", "kda_zero_bias", "gdn", "no_delta", "mla", "mla_rotary")
 LOWER_BOUND = -5.0
+EPS = 1e-5  # of the norms
+NORMAL = nn.initializers.normal(0.02)  # of matrices, as in moejax's modules
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,9 +51,6 @@ class Shape:
     head_dim: int = 128
     dtype: str = "float32"
     """Of activations; parameters, gates, norms and logits are float32."""
-    initializer_range: float = 0.02
-    implementation: str | None = None
-    """Of kda_layer: None, "xla" or "triton"."""
     rotary_scale: float = 1.0
     """Position interpolation of "mla_rotary" (positions are divided by it); other mixers have no positions."""
 
@@ -58,8 +58,6 @@ class Shape:
         for mixer in self.mixers:
             if mixer not in MIXERS:
                 raise ValueError(f"mixer {mixer!r}; there are {', '.join(MIXERS)}.")
-        if not self.mixers:
-            raise ValueError("mixers is empty; name one for each layer.")
 
 
 class RecallModel(nn.Module):
@@ -70,45 +68,35 @@ class RecallModel(nn.Module):
     @nn.compact
     def __call__(self, tokens: jax.Array) -> jax.Array:
         s = self.shape
-        normal = nn.initializers.normal(s.initializer_range)
-        embedding = self.param("embedding", normal, (s.vocabulary, s.width), jnp.float32)
+        embedding = self.param("embedding", NORMAL, (s.vocabulary, s.width), jnp.float32)
         x = embedding[tokens].astype(s.dtype)  # cast behind the lookup: its gradient sums many rows, in float32
         for i, mixer in enumerate(s.mixers):
-            x = x + _mixer(s, mixer, f"mixer_{i}")(_Norm(name=f"mixer_norm_{i}")(x))
-            hidden = FeedForward(2 * s.width, initializer_range=s.initializer_range, name=f"mlp_{i}")
-            x = x + hidden(_Norm(name=f"mlp_norm_{i}")(x))
-        output = self.param("output", normal, (s.width, s.vocabulary), jnp.float32)
-        x = _Norm(name="output_norm")(x)
+            x = x + _mixer(s, mixer, f"mixer_{i}")(RMSNorm(EPS, name=f"mixer_norm_{i}")(x))
+            x = x + FeedForward(2 * s.width, name=f"mlp_{i}")(RMSNorm(EPS, name=f"mlp_norm_{i}")(x))
+        output = self.param("output", NORMAL, (s.width, s.vocabulary), jnp.float32)
+        x = RMSNorm(EPS, name="output_norm")(x)
         return jnp.einsum("btd,dn->btn", x, output.astype(s.dtype), preferred_element_type=jnp.float32)
 
 
 def initial_parameters(shape: Shape, key: jax.Array) -> Any:
     """Parameters of RecallModel(shape) in float32."""
-    length = 16  # no parameter depends on it
-    params: Any = RecallModel(shape).init(key, jnp.zeros((1, length), jnp.int32))["params"]
+    params: Any = RecallModel(shape).init(key, jnp.zeros((1, 16), jnp.int32))["params"]  # none depends on the length
     for i, mixer in enumerate(shape.mixers):
         if mixer == "kda_zero_bias":
             layer = params[f"mixer_{i}"]
-            params = params | {f"mixer_{i}": layer | {"dt_bias": jnp.zeros_like(layer["dt_bias"])}}
+            params |= {f"mixer_{i}": layer | {"dt_bias": jnp.zeros_like(layer["dt_bias"])}}
     return params
 
 
 def _mixer(s: Shape, mixer: str, name: str) -> nn.Module:
     if mixer in ("kda", "kda_zero_bias"):
-        config = KDAConfig(s.heads, s.head_dim, s.head_dim, lower_bound=LOWER_BOUND)
-        return KimiDeltaAttention(config, initializer_range=s.initializer_range, implementation=s.implementation, name=name)
+        return KimiDeltaAttention(KDAConfig(s.heads, s.head_dim, s.head_dim, lower_bound=LOWER_BOUND), name=name)
     if mixer in ("gdn", "no_delta"):
         return ScalarDecay(s, delta=mixer == "gdn", name=name)
     rotated = s.head_dim // 4
     positions: Any = {"positions": "rotary", "rotary_scale": s.rotary_scale} if mixer == "mla_rotary" else {}
     config = MLAConfig(s.heads, s.head_dim - rotated, rotated, s.head_dim, kv_latent=s.width, **positions)
-    return GatedMLA(config, initializer_range=s.initializer_range, name=name)
-
-
-class _Norm(nn.Module):
-    @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
-        return rms_norm(x, self.param("weight", nn.initializers.ones, (x.shape[-1],), jnp.float32), eps=1e-5)
+    return GatedMLA(config, name=name)
 
 
 class ScalarDecay(nn.Module):
@@ -119,16 +107,16 @@ class ScalarDecay(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        weights, implementation = self._weights(x.shape[-1]), self.shape.implementation
+        weights = self._weights(x.shape[-1])
         if self.delta:  # the gate equal over the channels: its weights are repeated, KDA's kernels serve
             channels = self.shape.head_dim
             weights = weights._replace(
                 decay_up=jnp.repeat(weights.decay_up, channels, axis=2), dt_bias=jnp.repeat(weights.dt_bias, channels, axis=1)
             )
-            return kda_layer(x, weights, lower_bound=LOWER_BOUND, implementation=implementation)[0]
+            return kda_layer(x, weights, lower_bound=LOWER_BOUND)[0]
 
         def convolve(inputs, taps, histories):
-            pairs = [short_conv(a, w, history=h, implementation=implementation) for a, w, h in zip(inputs, taps, histories, strict=True)]
+            pairs = [short_conv(a, w, history=h) for a, w, h in zip(inputs, taps, histories, strict=True)]
             return [y for y, _ in pairs], [history for _, history in pairs]
 
         def recur(q, k, v, raw_gate, beta_logits, A_log, bias):
@@ -136,16 +124,15 @@ class ScalarDecay(nn.Module):
             beta = jax.nn.sigmoid(beta_logits.astype(g.dtype))
             return decayed_attention(l2_normalize(q), l2_normalize(k), v, g, beta), None
 
-        options: Any = dict(norm_eps=1e-5, state=None, segment_ids=None, implementation=implementation)
+        options: Any = dict(norm_eps=EPS, state=None, segment_ids=None, implementation=None)
         return layer_around(x, weights, convolve, recur, **options)[0]
 
     def _weights(self, hidden: int) -> KDAWeights:
         """As KimiDeltaAttention's, the decay with one channel: decay_up [R,H,1], dt_bias [H,1]."""
         heads, channels = self.shape.heads, self.shape.head_dim
-        normal = nn.initializers.normal(self.shape.initializer_range)
         taps = nn.initializers.variance_scaling(1 / 3, "fan_in", "uniform")
 
-        def matrix(name: str, *shape: int, init: Any = normal) -> jax.Array:
+        def matrix(name: str, *shape: int, init: Any = NORMAL) -> jax.Array:
             return self.param(name, init, shape, jnp.float32)
 
         return KDAWeights(

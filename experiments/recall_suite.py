@@ -18,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any, Literal
 
@@ -33,7 +34,7 @@ PARTS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
 }
 ORDER = (("stack", 0), ("mqar", 0), ("mqar", 1), ("stack", 1), *(("extrapolation", i) for i in range(3)), ("stack", 2), ("stack", 3))
 """(part, which of its models): what the claims rest on first."""
-SHARED = ("steps", "batch", "seeds", "block", "width", "head_dim", "eval_rows", "eval_calls", "dtype", "implementation")
+SHARED = ("steps", "batch", "seeds", "block", "dtype")
 """Settings of the suite that its studies take over."""
 
 
@@ -48,14 +49,8 @@ class Suite:
     batch: int = 64
     seeds: int = 3
     block: int = 100
-    width: int = 256
-    head_dim: int = 128
-    eval_rows: int = 64
-    eval_calls: int = 8
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """bfloat16: KDA's kernels run on a Hopper GPU."""
-    implementation: Literal["xla", "triton"] | None = None
-    """Of the recurrent layers; None: kernels where they can run."""
     budget_s: float = 510.0
     """Seconds from the start until the last process is stopped."""
     least_s: float = 90.0
@@ -64,15 +59,13 @@ class Suite:
     """Processes at a time."""
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(frozen=True)
 class Job:
     """A process to be: name of its folder, what it stands for in the results, its command."""
 
     name: str
     identity: dict[str, Any]
     command: list[str]
-    process: subprocess.Popen | None = None
-    started: float = 0.0
 
 
 def studies(suite: Suite) -> list[tuple[str, Study]]:
@@ -98,50 +91,28 @@ def flags(study: Study) -> list[str]:
 
 def run_jobs(jobs: list[Job], folder: Path, *, parallel: int, budget_s: float, least_s: float, on_end: Any) -> None:
     """Run the commands, `parallel` at a time, in order. on_end(job, status, reason) once for each: done, failed, stopped or skipped."""
-    start, waiting, running = time.monotonic(), list(jobs), []
-    left = lambda: budget_s - (time.monotonic() - start)
-    try:
-        while waiting or running:
-            while waiting and len(running) < parallel and left() >= least_s:
-                job = waiting.pop(0)
-                (folder / job.name).mkdir(parents=True, exist_ok=True)
-                with (folder / job.name / "log.txt").open("w") as log:
-                    job.process = subprocess.Popen([*job.command], stdout=log, stderr=subprocess.STDOUT, env=_environment())
-                job.started = time.monotonic()
-                running.append(job)
-            for job in [job for job in running if job.process.poll() is not None]:
-                running.remove(job)
-                code = job.process.returncode
-                on_end(job, "done" if code == 0 else "failed", f"exit status {code}")
-            if left() <= 0:
-                for job in running:
-                    _stop(job)
-                    ran = time.monotonic() - job.started
-                    on_end(job, "stopped", f"the budget of {budget_s:.0f} s was spent, {ran:.0f} s after its start")
-                running.clear()
-            if waiting and left() < least_s:
-                for job in waiting:
-                    on_end(job, "skipped", f"less than {least_s:.0f} s of the budget of {budget_s:.0f} s were left")
-                waiting.clear()
-            time.sleep(0.2)
-    finally:
-        for job in running:
-            _stop(job)
+    end = time.monotonic() + budget_s
+    environment = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}  # processes share the card: each takes what it needs
 
+    def run(job: Job) -> tuple[str, str]:
+        left = end - time.monotonic()
+        if left < least_s:
+            return "skipped", f"less than {least_s:.0f} s of the budget of {budget_s:.0f} s were left"
+        (folder / job.name).mkdir(parents=True, exist_ok=True)
+        with (folder / job.name / "log.txt").open("w") as log:
+            try:
+                done = subprocess.run(job.command, stdout=log, stderr=subprocess.STDOUT, env=environment, timeout=left)
+            except subprocess.TimeoutExpired:
+                return "stopped", f"the budget of {budget_s:.0f} s was spent, {left:.0f} s after its start"
+        return "failed" if done.returncode else "done", f"exit status {done.returncode}"
 
-def _stop(job: Job) -> None:
-    assert job.process is not None
-    job.process.terminate()
-    try:
-        job.process.wait(timeout=5)
-    except subprocess.TimeoutExpired:
-        job.process.kill()
-        job.process.wait()
-
-
-def _environment() -> dict[str, str]:
-    """Several processes share the card's memory: each takes what it needs."""
-    return os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+    with ThreadPoolExecutor(parallel) as pool:
+        futures = {pool.submit(run, job): job for job in jobs}
+        try:
+            for future in as_completed(futures):
+                on_end(futures[future], *future.result())
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
 
 
 def outcome(job: Job, folder: Path, status: str, reason: str) -> dict[str, Any]:
@@ -189,10 +160,9 @@ def main(suite: Suite) -> list[dict[str, Any]]:
             write_results(suite.out, runs, {"suite": {k: str(v) for k, v in dataclasses.asdict(suite).items()}})
 
         run_jobs(jobs, folder, parallel=suite.jobs, budget_s=suite.budget_s, least_s=suite.least_s, on_end=on_end)
-    order = [name for name, _ in studies(suite)]
     runs.sort(key=lambda run: (run["task"], run["mixers"]))
     print("\n".join(table(runs)))
-    print(f"{len(order)} models in {time.monotonic() - start:.0f} s; files in {suite.out}/ (results.json, recall.jsonl, errors.txt)")
+    print(f"{len(runs)} models in {time.monotonic() - start:.0f} s; files in {suite.out}/ (results.json, recall.jsonl, errors.txt)")
     return runs
 
 

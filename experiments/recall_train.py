@@ -89,7 +89,6 @@ class Trained:
     """Parameters with the seeds first, and the course of the training."""
 
     params: Any
-    loss: np.ndarray  # [steps,R]
     accuracy: np.ndarray  # [steps,R], of fresh rows, before each update
     compile_s: float
     """The first block: compilation and `block` steps."""
@@ -110,22 +109,19 @@ def train(
     """Train one model a task for config.total_steps, a multiple of `block`.
 
     Model r starts from seed r, or from its part of `state`, which is used up."""
-    if config.total_steps % block:
-        raise ValueError(f"total_steps = {config.total_steps} is no multiple of block = {block}.")
     count = config.total_steps // block
     train_block = make_train_block(shape, config)
     state = initial_state(shape, config, list(range(len(tasks)))) if state is None else state
-    history, seconds = [], []
+    accuracy, seconds = [], []
     for index, rows in enumerate(blocks(tasks, count, block, batch)):
         start = time.perf_counter()
         state, metrics = train_block(state, jax.device_put(rows))
         metrics = jax.tree.map(np.asarray, metrics)
         seconds.append(time.perf_counter() - start)
-        history.append(metrics)
+        accuracy.append(metrics["accuracy"])
         on_block((index + 1) * block, {name: values.mean(axis=0).tolist() for name, values in metrics.items()})
-    course = {name: np.concatenate([metrics[name] for metrics in history]) for name in ("loss", "accuracy")}
     later = float(np.mean(seconds[1:])) / block if count > 1 else None
-    return Trained(state.params, **course, compile_s=seconds[0], step_s=later)
+    return Trained(state.params, np.concatenate(accuracy), compile_s=seconds[0], step_s=later)
 
 
 def score(shape: Shape, params: Any, task: SyntheticTask, *, rows: int, calls: int) -> list[TaskScore]:

@@ -23,29 +23,17 @@ import tyro
 if not __package__:  # started as a file: its folder is on the path, and the one above it is not
     sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
-from experiments.load_model import chat_ids, has_chat, load_model, prompt_ids, stop_ids
+from experiments.load_model import Source, chat_ids, has_chat, prompt_ids, stop_ids
 from moejax.infer.engine import Engine
-from moejax.train.run_config import configure_compile_cache
+from moejax.infer.requests import at_least_one
 
 
 @dataclasses.dataclass(frozen=True)
-class Serve:
+class Serve(Source):
     """Serve a model over HTTP in the OpenAI shape, with continuous batching, on one process."""
 
-    run: str | None = None
-    """Folder of a training run; its newest checkpoint is served."""
-    hub: str | None = None
-    """Folder of published weights."""
-    preset: str | None = None
-    """Model size by name, or a JSON file that holds a ModelConfig; with --random-weights."""
-    random_weights: bool = False
-    """With --preset: weights of --seed that nobody trained."""
     seed: int = 0
     """Of the random weights."""
-    tokenizer: str | None = None
-    """A tokenizer file or folder, or "bytes". None: bytes for a run or a preset, the files beside the weights of --hub."""
-    keep_packed: bool = False
-    """With --hub: leave K3's experts in MXFP4, a quarter of the memory."""
     name: str | None = None
     """What requests call the model. None: the folder's or preset's name."""
     host: str = "127.0.0.1"
@@ -64,14 +52,11 @@ class Serve:
     """Storage of the KDA states."""
     grace: float = 30.0
     """Seconds that running answers have to finish after SIGTERM or Ctrl-C."""
-    compile_cache: str = "auto"
-    """Folder that keeps compiled programs; "auto": as in experiments.pretrain, "none": keep nothing."""
 
     def check(self) -> None:
         """ValueError for settings that no model could be served with, before one is read."""
         for name in ("slots", "capacity", "chunk", "max_queue"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"--{name.replace('_', '-')} is {getattr(self, name)}; it must be at least 1.")
+            at_least_one(f"--{name.replace('_', '-')}", getattr(self, name))
         if not 0 <= self.port <= 65535:
             raise ValueError(f"--port is {self.port}; it must lie in [0, 65535] (0: any free one).")
         if not self.grace >= 0:
@@ -103,19 +88,10 @@ def main(arguments: list[str] | None = None) -> int:
 def start(config: Serve) -> Any:
     """Load, listen, compile; -> the `HttpServer`, ready to run until a signal ends it."""
     config.check()
-    from moejax.infer.server import create_app  # here, so that --help needs neither starlette nor uvicorn
+    from moejax.infer.server import Service  # here, so that --help needs neither starlette nor uvicorn
     from moejax.infer.server_run import HttpServer
 
-    configure_compile_cache(config.compile_cache)
-    loaded = load_model(
-        run=config.run,
-        hub=config.hub,
-        preset=config.preset,
-        random_weights=config.random_weights,
-        tokenizer=config.tokenizer,
-        seed=config.seed,
-        keep_packed=config.keep_packed,
-    )
+    loaded = config.load(seed=config.seed)
     tokenizer = loaded.tokenizer
     engine = Engine(
         loaded.model,
@@ -127,7 +103,7 @@ def start(config: Serve) -> Any:
         state_dtype=config.state_dtype,
     )
     name = config.model_name()
-    app = create_app(
+    service = Service(
         engine,
         tokenizer,
         model_name=name,
@@ -136,7 +112,7 @@ def start(config: Serve) -> Any:
         stop_ids=stop_ids(tokenizer),
         chat_stop_ids=stop_ids(tokenizer, chat=True),
     )
-    server = HttpServer(app, host=config.host, port=config.port, grace=config.grace)  # before the compile: a port in use fails fast
+    server = HttpServer(service, host=config.host, port=config.port, grace=config.grace)  # before the compile: a port in use fails fast
     print("compiling", file=sys.stderr, flush=True)
     engine.warm_up()
     print(f"serving {name} at {server.url}", flush=True)

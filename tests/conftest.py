@@ -88,6 +88,45 @@ def toy():
     )
 
 
+@pytest.fixture(scope="session")
+def short_toy(toy):
+    """KDA with a dense feed-forward, then MLA with experts, in two blocks: every part and kind of cache in two layers."""
+    return toy.replace(dtype="float32", layers=2, pattern="KM", residual_block=1)
+
+
+@pytest.fixture(scope="session")
+def small():
+    """For programs in processes of their own: the tiny preset, of bytes, with one KDA and one MLA layer and the fewest channels."""
+    from moejax import presets
+
+    return presets.get("tiny").replace(
+        hidden=16,
+        layers=2,
+        pattern="KM",
+        dense_width=16,
+        residual_block=1,
+        kda={"heads": 1, "key_dim": 8, "value_dim": 8},
+        mla={"heads": 1, "nope_dim": 8, "rope_dim": 4, "value_dim": 8, "q_latent": 8, "kv_latent": 8},
+        moe={"experts": 4, "experts_per_token": 2, "expert_width": 8, "latent": 8, "shared_width": 8},
+    )
+
+
+@pytest.fixture(scope="session")
+def drawn():
+    """drawn(model): every variable from a normal distribution, norms around 1: what init and noise would give, without its compile."""
+    import jax
+    import jax.numpy as jnp
+
+    def draw(model):
+        rng = np.random.default_rng(1)
+        shapes = jax.eval_shape(model.init, jax.random.key(0), jax.ShapeDtypeStruct((1, 1), jnp.int32))
+        around = lambda path: float("norm" in path[-1].key or path[-1].key == "weight")
+        one = lambda path, leaf: jnp.asarray(around(path) + 0.2 * rng.normal(size=leaf.shape), leaf.dtype)
+        return jax.tree_util.tree_map_with_path(one, shapes)
+
+    return draw
+
+
 def seeded(tree, key, scale=0.3):
     """`tree` plus noise, so that zero-initialised queries and equal norms do not hide mistakes."""
     import jax

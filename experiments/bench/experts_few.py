@@ -4,23 +4,20 @@
     python experiments/bench/experts_few.py --experts 112 --latent 3584 --width 3072 --k 2    # an eighth of Kimi K3's, by 8 devices
     python experiments/bench/experts_few.py --experts 8 --latent 64 --width 32 --k 2 --tokens 4 64 --repeats 3     # on a CPU
 
-Milliseconds are medians of --repeats queues of 10 calls. "floor" is the time to read the matrices of the experts that the
+Milliseconds are medians of --repeats queues of up to 50 calls or 50 ms. "floor" is the time to read the matrices of the experts that the
 tokens chose (random routing) once at --bandwidth. The form that few_token_form names is marked *.
 """
 
-import statistics
-import time
 from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import tyro
+from attention import milliseconds
 
 from moejax.ops.experts import expert_mlp
 from moejax.ops.experts_few import FORMS, few_token_experts, few_token_form
-
-QUEUED = 10
 
 
 @dataclass(frozen=True)
@@ -37,18 +34,6 @@ class Study:
     bandwidth: float = 4.8
     """TB/s of this card's memory."""
     repeats: int = 5
-
-
-def milliseconds(call, arguments, repeats: int) -> float:
-    """Median time of one of the calls in a queue, after a queue that is not counted."""
-    times = []
-    for _ in range(repeats + 1):
-        start = time.perf_counter()
-        for _ in range(QUEUED):
-            last = call(*arguments)
-        jax.block_until_ready(last)
-        times.append((time.perf_counter() - start) / QUEUED)
-    return 1e3 * statistics.median(times[1:])
 
 
 def main(study: Study) -> dict[tuple[str, int], float]:

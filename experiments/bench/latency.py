@@ -44,7 +44,7 @@ import jax
 from latency_bench import Bench
 from latency_decode import compare, decode, profile, scan, stable
 from latency_prefill import check, first_token, kda
-from latency_subject import PATTERNS, SIZES, Size
+from latency_subject import PATTERNS, SIZES
 
 from moejax.counting import count_parameters
 
@@ -74,58 +74,37 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     which.add_argument("--sections", nargs="+", choices=SECTIONS, default=list(SECTIONS))
     which.add_argument("--plan", type=int, choices=PLANS, help="the sections of one of two calls")
     parser.add_argument("--budget", type=float, default=500, help="seconds of everything; sections that begin later are left out")
-    parser.add_argument("--seconds", nargs="*", default=[], metavar="SECTION=N", help=f"budget of a section; {SECONDS}")
-    parser.add_argument("--chunk", type=int, help="tokens of a chunk of a prefill")
-    parser.add_argument("--longest", type=int, help="tokens of the longest context of `first`, a power of two; default 1M")
-    parser.add_argument("--decode", nargs="+", metavar="LENGTHxBATCH", help="instead of the cases of `decode`")
-    parser.add_argument("--scan-steps", type=int, default=32, help="steps of a program of `scan`")
-    parser.add_argument("--state-dtype", choices=("float32", "bfloat16"), default="float32", help="storage of the KDA states")
+    parser.add_argument("--seconds", nargs="*", default=[], type=_seconds, metavar="SECTION=N", help=f"budget of a section; {SECONDS}")
+    parser.add_argument("--decode", nargs="+", type=_case, metavar="LENGTHxBATCH", help="instead of the cases of `decode`")
     parser.add_argument("--out", type=pathlib.Path, help="rows are appended to this file, one JSON object a line")
     return parser.parse_args(arguments)
 
 
-def sized(options: argparse.Namespace) -> Size:
-    """The sizes with what the command line changes. ValueError for a case that is none."""
-    size: Size = SIZES[options.size]
-    if options.chunk is not None:
-        size = size._replace(chunk=options.chunk)
-    if options.longest is not None:
-        size = size._replace(long=tuple(mark for mark in size.long if mark <= options.longest))
-    if not size.long:
-        raise ValueError(f"--longest is {options.longest}; it must be at least {SIZES[options.size].long[0]}.")
-    if size.chunk < 1 or any(mark % min(size.chunk, mark) for mark in (*size.prompts, *size.prompts_mla, *size.long)):
-        raise ValueError(f"--chunk is {size.chunk}; it must divide every longer prompt: a power of two.")
-    if options.decode is not None:
-        try:
-            cases = [map(int, case.split("x")) for case in options.decode]
-            size = size._replace(decode=tuple((length, rows) for length, rows in cases))
-        except ValueError:
-            raise ValueError(f"--decode is {options.decode}; a case is LENGTHxBATCH, as 8192x256.") from None
-    return size
+def _case(text: str) -> tuple[int, int]:
+    try:
+        length, rows = map(int, text.split("x"))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r}; a case is LENGTHxBATCH, as 8192x256.") from None
+    return length, rows
 
 
-def budgets(options: argparse.Namespace) -> dict[str, float]:
-    found: dict[str, float] = dict(SECONDS)
-    for text in options.seconds:
-        name, _, number = text.partition("=")
-        if name not in SECTIONS or not number.replace(".", "", 1).isdigit():
-            raise ValueError(f"--seconds has {text!r}; it must be SECTION=N with a section of {', '.join(SECTIONS)}.")
-        found[name] = float(number)
-    return found
+def _seconds(text: str) -> tuple[str, float]:
+    name, _, number = text.partition("=")
+    if name not in SECTIONS or not number.replace(".", "", 1).isdigit():
+        raise argparse.ArgumentTypeError(f"{text!r}; it must be SECTION=N with a section of {', '.join(SECTIONS)}.")
+    return name, float(number)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """-> the exit status: 1 when a section failed, 2 for bad arguments."""
+    """-> the exit status: 1 when a section failed."""
     began, options = time.perf_counter(), parse(arguments)
-    try:
-        size, seconds = sized(options), budgets(options)
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    bench = Bench(size, options.state_dtype, options.scan_steps, options.out)
+    size, seconds = SIZES[options.size], SECONDS | dict(options.seconds)
+    if options.decode is not None:
+        size = size._replace(decode=tuple(options.decode))
+    bench = Bench(size, options.out)
     bench.begin("setting", float("inf"))
-    bench.add(device=jax.devices()[0].device_kind, jax=jax.__version__, size=options.size, chunk=size.chunk, state=options.state_dtype,
-              xla_flags=os.environ.get("XLA_FLAGS", ""))  # fmt: skip
+    flags = os.environ.get("XLA_FLAGS", "")
+    bench.add(device=jax.devices()[0].device_kind, jax=jax.__version__, size=options.size, chunk=size.chunk, xla_flags=flags)
     for name, pattern in PATTERNS.items():
         counts = count_parameters(size.config.replace(pattern=pattern))
         bench.add(model=name, pattern=pattern, parameters=counts.total, active=counts.active)
@@ -165,7 +144,7 @@ def _verdicts(row: dict) -> Iterator[tuple[str, str, str]]:
         what = f"{row['dtype']}, chunks of {row['chunk']}, from float32"
         yield what, f"{row['from_float32']:.1e}", f"full forward in {row['dtype']}: {row['full_from_float32']:.1e}"
     if "ratio" in row:
-        what = f"{model} {row['length']} x {row['rows']}" + (f", {row['steps_a_call']} a call" if "steps_a_call" in row else "")
+        what = f"{model} {row['length']} x {row['rows']}" + (f", {row['steps_a_call']} a call" if row["steps_a_call"] > 1 else "")
         yield what, f"{row['ratio']:.2f} floors", f"<= 1.5; {row['ms']:.3f} ms, waited {row['waited_ms']:.3f}, {speed}"
     if "hybrid_gb" in row:
         yield "cache, hybrid of all-MLA", f"{row['share']:.1%}", "<= 27%"

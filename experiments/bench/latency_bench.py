@@ -10,15 +10,14 @@ from typing import Any
 import jax
 from latency_subject import Program, Request, Size, Subject, compile_all, random_key
 
-GB = 1e9
 GRACE = 45  # seconds beyond a section's budget in which what was compiled is still measured
 
 
 class Bench:
     """What all sections share: the sizes, the models and programs made so far, the rows, the clock of the section."""
 
-    def __init__(self, size: Size, state_dtype: str, scan: int, out: pathlib.Path | None):
-        self.size, self.state_dtype, self.scan, self.out = size, state_dtype, scan, out
+    def __init__(self, size: Size, out: pathlib.Path | None):
+        self.size, self.out = size, out
         self.rows: list[dict[str, Any]] = []
         self.section, self.end = "", float("inf")
         self.programs: dict[Any, Program] = {}
@@ -42,11 +41,8 @@ class Bench:
 
     def subject(self, name: str) -> Subject:
         if name not in self._subjects:
-            self._subjects[name] = Subject(name, self.size, self.state_dtype)
+            self._subjects[name] = Subject(name, self.size)
         return self._subjects[name]
-
-    def forget(self, name: str) -> None:
-        self._subjects.pop(name, None)
 
     def add(self, **row: Any) -> dict[str, Any]:
         """Print a row and write it to the file at once: what a later row does to the process does not cost this one."""

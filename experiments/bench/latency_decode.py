@@ -7,41 +7,45 @@ from typing import Any
 
 import jax
 import numpy as np
-from latency_bench import GB, Bench
-from latency_floor import step_bytes
-from latency_subject import Decoder, Program, Subject, chunk_request, decode_request, filled_cache
+from kda import gpu_kernels
+from latency_bench import Bench
+from latency_floor import step_bytes, tree_bytes
+from latency_subject import Decoder, Program, Subject, chunk_request, decode_request, filled_cache, with_length
 
 from moejax.infer import cache_bytes
 
+GB = 1e9
 MOST_STEPS = 64  # of one measurement: the cache has room for them
+SCANNED = 32  # steps of a program of `scan`
 
 
 def measure_decode(bench: Bench, subject: Subject, program: Program, rows: int, capacity: int, length: int, **more: Any) -> dict[str, Any]:
     """ms a step, queued (one wait at the end) and waited for one by one, beside the floor of bytes."""
     decoder = Decoder(subject, program, rows, capacity, length)
     try:
-        return _timed_decode(bench, decoder, subject, rows, length, **more)
+        return _timed_decode(bench, decoder, length, **more)
     finally:
         decoder.free()
 
 
-def _timed_decode(bench: Bench, decoder: Decoder, subject: Subject, rows: int, length: int, *, a_call: int = 1, **more: Any):
+def _timed_decode(bench: Bench, decoder: Decoder, length: int, *, steps_a_call: int = 1, **more: Any) -> dict[str, Any]:
     decoder.run(2)
     decoder.rewind(length)
     once = decoder.run(2) / 2
-    calls = max(2, min(MOST_STEPS // a_call, round(bench.size.measured_s / 5 / once)))
+    calls = max(2, min(MOST_STEPS // steps_a_call, round(bench.size.measured_s / 5 / once)))
 
-    def repeat(times: int, calls: int, **options: Any) -> list[float]:
+    def repeat(times: int, **options: Any) -> list[float]:
         found = []
         for _ in range(times):
             decoder.rewind(length)
-            found.append(decoder.run(calls, **options) / calls / a_call * 1e3)
+            found.append(decoder.run(calls, **options) / calls / steps_a_call * 1e3)
         return found
 
-    queued, waited = repeat(5, calls), repeat(3, calls, wait_each=True)
-    ms, floor = statistics.median(queued), step_bytes(subject.shapes, rows, length, state_dtype=subject.state_dtype)
-    return bench.add(model=subject.name, length=length, rows=rows, ms=ms, fastest_ms=min(queued), waited_ms=statistics.median(waited),
-                     tokens_s=rows / ms * 1e3, floor_ms=floor.milliseconds, ratio=ms / floor.milliseconds, gbytes=floor.total / GB,
+    queued, waited, rows = repeat(5), repeat(3, wait_each=True), decoder.rows
+    ms, floor = statistics.median(queued), step_bytes(decoder.subject.shapes, rows, length)
+    return bench.add(model=decoder.subject.name, length=length, rows=rows, steps_a_call=steps_a_call, ms=ms, fastest_ms=min(queued),
+                     waited_ms=statistics.median(waited), tokens_s=rows / ms * 1e3, floor_ms=floor.milliseconds,
+                     ratio=ms / floor.milliseconds, gbytes=floor.total / GB,
                      temporary_gb=decoder.program.temporary / GB, **more)  # fmt: skip
 
 
@@ -52,42 +56,38 @@ def decode(bench: Bench) -> None:
     """
     size, subject = bench.size, bench.subject("hybrid")
     for cases in (size.decode[at : at + 2] for at in range(0, len(size.decode), 2)):
-        requests = {case: decode_request(subject, case[1], case[0] + size.room) for case in cases}
-        if subject.weights is not None and not bench.can_compile():
+        if not bench.can_compile():
             bench.skip(f"length, rows {cases}")
             continue
-        programs = bench.compile({key: one for request in requests.values() for key, one in request.items()}, subject)
-        for (length, rows), (key,) in requests.items():
-            if key in programs and not bench.over():
-                _or_failed(bench, f"{rows} rows of {length} tokens", subject, programs[key], rows, length + size.room, length)
+        requests = [decode_request(subject, rows, length + size.room) for length, rows in cases]
+        programs = bench.compile({key: one for request in requests for key, one in request.items()}, subject)
+        for (length, rows), (key,) in zip(cases, requests, strict=True):
+            if key not in programs or bench.over():
+                continue
+            try:
+                measure_decode(bench, subject, programs[key], rows, length + size.room, length)
+            except jax.errors.JaxRuntimeError as error:  # the next case is worth having
+                bench.fail(f"{rows} rows of {length} tokens", error)
     if not bench.can_compile():
         return bench.skip("one row")
     longest = max(size.single) + size.room
     for program in bench.compile(decode_request(subject, 1, longest)).values():
         decoder = Decoder(subject, program, 1, longest, size.single[0])
         for length in size.single:
-            _timed_decode(bench, decoder, subject, 1, length, capacity=longest)
+            _timed_decode(bench, decoder, length, capacity=longest)
         decoder.free()
-
-
-def _or_failed(bench: Bench, what: str, *case: Any, **more: Any) -> dict[str, Any] | None:
-    """A measurement, or a row that says why there is none: the next case is worth having."""
-    try:
-        return measure_decode(bench, *case, **more)
-    except jax.errors.JaxRuntimeError as error:
-        bench.fail(what, error)
-        return None
 
 
 def scan(bench: Bench) -> None:
     """Many steps in one program (lax.scan) against one call a step, which is what an engine does: one row, bound by launches."""
-    size, subject, a_call, length = bench.size, bench.subject("hybrid"), bench.scan, bench.size.single[0]
-    requests = {**decode_request(subject, 1, length + size.room), **decode_request(subject, 1, length + size.room, scan=a_call)}
-    for key, program in bench.compile(requests, subject).items():
+    subject, length = bench.subject("hybrid"), bench.size.single[0]
+    capacity = length + bench.size.room
+    requests = decode_request(subject, 1, capacity) | decode_request(subject, 1, capacity, scan=SCANNED)
+    for (*_, steps), program in bench.compile(requests, subject).items():
         if bench.over():
-            bench.skip(f"{key[-1]} steps a call")
+            bench.skip(f"{steps} steps a call")
             continue
-        measure_decode(bench, subject, program, 1, length + size.room, length, a_call=key[-1], steps_a_call=key[-1])
+        measure_decode(bench, subject, program, 1, capacity, length, steps_a_call=steps)
 
 
 def stable(bench: Bench) -> None:
@@ -97,7 +97,7 @@ def stable(bench: Bench) -> None:
     (program,) = bench.compile(decode_request(subject, rows, capacity), subject).values()
     decoder = Decoder(subject, program, rows, capacity, length)
     decoder.run(window)  # the first steps of a process are slower
-    decoder.rewind()
+    decoder.rewind(length)
     speeds = []
     while len(speeds) < total // window and not bench.over():
         speeds.append(rows * window / decoder.run(window))
@@ -114,36 +114,34 @@ def compare(bench: Bench) -> None:
     size, length = bench.size, bench.size.long[-1]
     capacity = length + size.room
     subjects = [bench.subject(name) for name in ("hybrid", "all-MLA")]
-    bytes_of = [cache_bytes(s.config, 1, length, dtype=s.shapes.dtype, state_dtype=s.state_dtype).total for s in subjects]
+    bytes_of = [cache_bytes(s.config, 1, length, dtype=s.shapes.dtype).total for s in subjects]
     bench.add(length=length, hybrid_gb=bytes_of[0] / GB, all_mla_gb=bytes_of[1] / GB, share=bytes_of[0] / bytes_of[1])
-    limit = _memory()
     # Both models stay. A program of a batch that may not fit is compiled all the same: only then its needs are known.
-    held = sum(leaf.size * leaf.dtype.itemsize for s in subjects for leaf in jax.tree.leaves(s.shapes))
-    batches = {"same": [size.compare_rows] * 2, "largest": [_largest_batch(bench, s, capacity, limit, held) for s in subjects]}
-    found: dict[str, list[float]] = {}
+    held = tree_bytes([s.shapes for s in subjects])
+    batches = {"same": [size.compare_rows] * 2, "largest": [_largest_batch(bench, s, capacity, held) for s in subjects]}
     for batch, rows in batches.items():
-        if found and not bench.can_compile():
+        if batch != "same" and not bench.can_compile():
             bench.skip(f"the {batch} batch")
             continue
         requests = [decode_request(s, n, capacity) for s, n in zip(subjects, rows, strict=True)]
         programs = bench.compile(requests[0] | requests[1], *subjects)
         measured = [_until_it_fits(bench, s, programs, n, capacity, length) for s, n in zip(subjects, rows, strict=True)]
-        found[batch] = [row["tokens_s"] for row in measured if row is not None]
-    for batch, speeds in found.items():
+        speeds = [row["tokens_s"] for row in measured if row is not None]
         if len(speeds) == 2:
             bench.add(length=length, batch=batch, hybrid_over_all_mla=speeds[0] / speeds[1])
 
 
 def _memory() -> int:
-    stats = jax.devices()[0].memory_stats() or {}
-    return stats.get("bytes_limit", 0)
+    """Bytes of the device; 0 where the backend does not say."""
+    return (jax.devices()[0].memory_stats() or {}).get("bytes_limit", 0)
 
 
-def _largest_batch(bench: Bench, subject: Subject, capacity: int, limit: int, held: int) -> int:
-    """Rows whose cache fits beside the weights with 2% to spare; on a CPU two more than the common batch."""
+def _largest_batch(bench: Bench, subject: Subject, capacity: int, held: int) -> int:
+    """Rows whose cache fits beside the weights with 2% to spare; on a CPU one or two more than the common batch."""
+    limit = _memory()
     if not limit:
         return bench.size.compare_rows + (2 if subject.name == "hybrid" else 1)
-    row = cache_bytes(subject.config, 1, capacity, dtype=subject.shapes.dtype, state_dtype=subject.state_dtype).total
+    row = cache_bytes(subject.config, 1, capacity, dtype=subject.shapes.dtype).total
     return max(1, int((0.98 * limit - held) // row))
 
 
@@ -173,11 +171,10 @@ def _until_it_fits(bench: Bench, subject: Subject, programs: dict[Any, Program],
 
 def profile(bench: Bench) -> None:
     """The longest kernels, by the profiler, of the steps and the chunk compiled so far; alone, of one each. Last: it slows what follows."""
-    from kda import gpu_kernels
-
-    size, subject, long = bench.size, bench.subject("hybrid"), bench.size.long[0]
+    size, subject = bench.size, bench.subject("hybrid")
     steps = {case: decode_request(subject, case[1], case[0] + size.room) for case in size.decode}
-    piece = chunk_request(subject, size.long[-1] + size.room, size.chunk)
+    capacity, start = size.long[-1] + size.room, size.long[0] - size.chunk
+    piece = chunk_request(subject, capacity, size.chunk)
     if not any(key in bench.programs for request in (piece, *steps.values()) for key in request):
         bench.compile({**piece, **steps[size.decode[0]]}, subject)
     for (length, rows), (key,) in steps.items():
@@ -195,16 +192,15 @@ def profile(bench: Bench) -> None:
         return
     if bench.left() < 0:
         return bench.skip("profile of a chunk")
-    held = [filled_cache(subject, 1, size.long[-1] + size.room, long - size.chunk)]
-    tokens, counts = np.ones((1, size.chunk), np.int32), np.full((1,), size.chunk, np.int32)
+    cache, tokens = filled_cache(subject, 1, capacity, start), np.ones((1, size.chunk), np.int32)
 
     def one() -> jax.Array:
-        held[0], following = bench.programs[key].call(subject.weights, held[0]._replace(lengths=start), tokens, counts)
+        nonlocal cache
+        cache, following = bench.programs[key].call(subject.weights, with_length(cache, start), tokens, np.array([size.chunk], np.int32))
         return following
 
-    start = np.full((1,), long - size.chunk, np.int32)
     one()
-    _kernels(bench, gpu_kernels(one, ()), what="chunk", length=long, rows=1)
+    _kernels(bench, gpu_kernels(one, ()), what="chunk", length=size.long[0], rows=1)
 
 
 def _kernels(bench: Bench, found: dict[str, float], **row: Any) -> None:

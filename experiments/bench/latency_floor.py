@@ -43,16 +43,17 @@ def weight_bytes(weights: Any, rows: int) -> float:
     """Bytes of weights that a step of `rows` tokens reads. weights: `moejax.infer.Weights`, of arrays or of their shapes."""
     moe = weights.config.moe
     share = touched_experts(moe.experts, moe.experts_per_token, rows) / moe.experts
-    routed = sum(_bytes([getattr(layer.ffn, field, None) for field in EXPERT_FIELDS]) for layer in weights.layers)
-    rest = _bytes((weights.layers, weights.output_query, weights.final_norm, weights.head)) - routed
-    return rest + share * routed + rows * _bytes(weights.embedding) / weights.config.vocab_size
+    routed = sum(tree_bytes([getattr(layer.ffn, field, None) for field in EXPERT_FIELDS]) for layer in weights.layers)
+    rest = tree_bytes((weights.layers, weights.output_query, weights.final_norm, weights.head)) - routed
+    return rest + share * routed + rows * tree_bytes(weights.embedding) / weights.config.vocab_size
 
 
-def step_bytes(weights: Any, rows: int, length: int, *, state_dtype: str = "float32") -> StepBytes:
+def step_bytes(weights: Any, rows: int, length: int) -> StepBytes:
     """The floor of a step of `rows` sequences that have seen `length` tokens each."""
-    cache = cache_bytes(weights.config, rows, length, dtype=weights.dtype, state_dtype=state_dtype)
+    cache = cache_bytes(weights.config, rows, length, dtype=weights.dtype)
     return StepBytes(weight_bytes(weights, rows), 2 * cache.recurrent, 2 * cache.convolution, cache.latent)
 
 
-def _bytes(tree: Any) -> int:
+def tree_bytes(tree: Any) -> int:
+    """Of arrays, or of their shapes."""
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from latency_bench import Bench
-from latency_subject import Program, Request, Subject, chunk_request, filled_cache, prefill_seconds, random_key
+from latency_subject import Program, Request, Subject, chunk_request, delete, filled_cache, prefill_seconds, random_key
 
 from moejax import HybridLM
 from moejax.infer import decode_step, init_cache, prefill_chunk, prepare
@@ -62,13 +62,14 @@ def check(bench: Bench) -> None:
                 bench.skip(f"{name}, chunks of {size}")
                 continue
             cache = init_cache(models[name].config, *tokens.shape, dtype=name)
-            pieces = programs["check", name, size], programs["check", name, "one"]
-            first, later = _errors(pieces, made[name][1], cache, references, tokens, lengths, size, extra)
-            error = float(max(first[:, 0].max(), later[:, 0].max())) / largest
-            row = dict(dtype=name, layers=layers, chunk=size, prompt=prompt, decoded=extra, error=error, bound=bound, ok=error <= bound)
-            row |= {"prefill_error": float(first[:, 0].max()) / largest, "decode_error": float(later[:, 0].max()) / largest}
+            piece, one = programs["check", name, size], programs["check", name, "one"]
+            errors = _errors(piece, one, made[name][1], cache, references, tokens, lengths, size, extra)
+            first, later = (found.max(axis=(0, 2)) / largest for found in errors)  # by reference
+            error = float(max(first[0], later[0]))
+            row = dict(dtype=name, layers=layers, chunk=size, prompt=prompt, decoded=extra, error=error, bound=bound)
+            row |= {"prefill_error": float(first[0]), "decode_error": float(later[0])}
             if len(references) == 2:  # what rounding alone does to the full forward is the yardstick
-                row |= {"from_float32": float(max(first[:, 1].max(), later[:, 1].max())) / largest, "full_from_float32": away}
+                row |= {"from_float32": float(max(first[1], later[1])), "full_from_float32": away}
             bench.add(**row)
 
 
@@ -99,16 +100,13 @@ def _error(logits, references, at, counts):
     return jnp.stack([jnp.max(jnp.where((counts > 0)[:, None], jnp.abs(logits - own), 0), axis=-1) for own in there])
 
 
-def _errors(pieces: tuple[Program, Program], weights, cache, references, tokens, lengths, size: int, extra: int):
+def _errors(piece: Program, one: Program, weights, cache, references, tokens, lengths, size: int, extra: int):
     """Errors of every chunk [.,R,B] of the ragged prompts, and of every decoded token."""
-    piece, one = pieces
     first, later = [], []
-    for start in range(0, int(lengths.max()), size):
-        counts = np.clip(lengths - start, 0, size).astype(np.int32)
-        part = np.zeros((len(lengths), size), np.int32)
-        given = tokens[:, start : min(start + size, int(lengths.max()))]
-        part[:, : given.shape[1]] = given
-        cache, errors = piece.call(weights, cache, references, part, counts)
+    for start in range(0, lengths.max(), size):
+        part = tokens[:, start : start + size]
+        part = np.pad(part, [(0, 0), (0, size - part.shape[1])])
+        cache, errors = piece.call(weights, cache, references, part, np.clip(lengths - start, 0, size))
         first.append(errors)
     for step in range(extra):
         cache, errors = one.call(weights, cache, references, tokens[np.arange(len(lengths)), lengths + step])
@@ -137,12 +135,12 @@ def first_token(bench: Bench, name: str) -> None:
     elif small:
         requests = [chunk_request(subject, capacity, n) for n in small]
         programs = bench.compile({key: request for one in requests for key, request in one.items()})
-        for key, program_of_one in programs.items():
-            cache = _many(bench, subject, program_of_one, cache, tokens, key[2], key[2])
+        for (*_, length, _), program_of_one in programs.items():
+            cache = _many(bench, subject, program_of_one, cache, tokens, length, length)
     while len(runs) < 3 and bench.left() > runs[-1][long[-1]]:
         took, cache = prefill_seconds(subject, program, cache, tokens, size.chunk, long)
         runs.append(took)
-    _delete(cache)
+    delete(cache)
     middle = {mark: statistics.median(run[mark] for run in runs) for mark in long}
     for mark in long:
         bench.add(model=name, prompt=mark, chunk=size.chunk, runs=len(runs), median_ms=middle[mark] * 1e3, tokens_s=mark / middle[mark])
@@ -175,7 +173,7 @@ def kda(bench: Bench) -> None:
     size, lengths, piece = bench.size, (bench.size.long[0], bench.size.long[-1]), bench.size.chunk
     config, subject = size.config, bench.subject("all-KDA")
     layer = KimiDeltaAttention(config.kda, config.norm_eps, param_dtype=config.param_dtype)
-    x = jax.random.normal(random_key(6), (1, piece, config.hidden), jnp.dtype(config.dtype or "float32"))
+    x = jax.random.normal(random_key(6), (1, piece, config.hidden), config.dtype)
     variables = jax.jit(layer.init)(random_key(7), x[:, :1])
     _, empty = jax.eval_shape(lambda x: layer.apply(variables, x, return_state=True), x)  # type: ignore[misc]
     state = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), empty)
@@ -184,8 +182,8 @@ def kda(bench: Bench) -> None:
         y, state = layer.apply(variables, x, state=state, return_state=True)  # type: ignore[misc]
         return state, y
 
-    alone: dict[Any, Request] = {("layer", piece): Request(run, (variables, state, x))}
-    model = chunk_request(subject, lengths[1], piece)
+    alone: dict[Any, Request] = {("layer",): Request(run, (variables, state, x))}
+    (key,) = model = chunk_request(subject, lengths[1], piece)
     programs = bench.compile(alone | model, subject)
 
     def seconds(length: int) -> float:
@@ -193,34 +191,28 @@ def kda(bench: Bench) -> None:
         jax.block_until_ready(state)
         begin = time.perf_counter()
         for _ in range(length // piece):
-            state, y = programs["layer", piece].call(variables, state, x)
+            state, y = programs["layer",].call(variables, state, x)
         jax.block_until_ready(y)
         return time.perf_counter() - begin
 
-    if ("layer", piece) in programs:
+    if ("layer",) in programs:
         seconds(piece)  # warm
         found = {length: statistics.median(seconds(length) for _ in range(5)) / length for length in lengths}
         bench.add(what="one KDA layer alone", chunk=piece, **_a_token(found, lengths))
+    if key not in programs:
+        return
+    if bench.over():
+        return bench.skip("a model of KDA layers")
     tokens = np.random.default_rng(5).integers(0, config.vocab_size, (1, lengths[1]), np.int32)
-    for program in (programs[key] for key in model if key in programs):
-        if bench.over():
-            bench.skip("a model of KDA layers")
-            break
-        cache, runs = filled_cache(subject, 1, lengths[1], 0), []
-        _, cache = prefill_seconds(subject, program, cache, tokens, piece, (piece,))
-        while len(runs) < 3 and (bench.left() > 0 or not runs):
-            took, cache = prefill_seconds(subject, program, cache, tokens, piece, lengths)
-            runs.append(took)
-        found = {length: statistics.median(run[length] for run in runs) / length for length in lengths}
-        bench.add(what="a model of KDA layers", runs=len(runs), **_a_token(found, lengths))
-    bench.forget("all-KDA")
+    cache, runs = filled_cache(subject, 1, lengths[1], 0), []
+    _, cache = prefill_seconds(subject, programs[key], cache, tokens, piece, (piece,))  # warm
+    while len(runs) < 3 and (bench.left() > 0 or not runs):
+        took, cache = prefill_seconds(subject, programs[key], cache, tokens, piece, lengths)
+        runs.append(took)
+    found = {length: statistics.median(run[length] for run in runs) / length for length in lengths}
+    bench.add(what="a model of KDA layers", runs=len(runs), **_a_token(found, lengths))
 
 
 def _a_token(found: dict[int, float], lengths: tuple[int, int]) -> dict[str, Any]:
     short, long = (found[length] for length in lengths)
     return {"lengths": list(lengths), "ns_a_token": [short * 1e9, long * 1e9], "long_over_short": long / short}
-
-
-def _delete(tree: Any) -> None:
-    for leaf in jax.tree.leaves(tree):
-        leaf.delete()

@@ -132,8 +132,8 @@ class Program(NamedTuple):
 class Subject:
     """One model with random weights: enough for time. Programs are compiled for its shapes; `Bench.compile` then makes the weights."""
 
-    def __init__(self, name: str, size: Size, state_dtype: str):
-        self.name, self.state_dtype = name, state_dtype
+    def __init__(self, name: str, size: Size):
+        self.name = name
         self.config = size.config.replace(pattern=PATTERNS[name])
         self.shapes: Any = jax.eval_shape(self._make, random_key(0))
         self.weights: Any = None
@@ -147,7 +147,7 @@ class Subject:
         return Request(self._make, (random_key(0),), donated=None, timed=False)
 
     def cache_shapes(self, rows: int, capacity: int) -> Any:
-        return jax.eval_shape(lambda: init_cache(self.config, rows, capacity, dtype=self.shapes.dtype, state_dtype=self.state_dtype))
+        return jax.eval_shape(lambda: init_cache(self.config, rows, capacity, dtype=self.shapes.dtype))
 
 
 def _next_tokens(logits: jax.Array) -> jax.Array:
@@ -185,7 +185,7 @@ def chunk_request(subject: Subject, capacity: int, length: int) -> dict[Any, Req
     return {("chunk", subject.name, length, capacity): Request(chunk, (subject.shapes, subject.cache_shapes(1, capacity), *arguments))}
 
 
-def compile_all(requests: dict[Any, Request], workers: int = 12) -> dict[Any, Program | Exception]:
+def compile_all(requests: dict[Any, Request]) -> dict[Any, Program | Exception]:
     """A Program for each request, or the error that it met. Each compiles while the next is lowered, which needs the interpreter."""
 
     def build(lowered, timed: bool) -> Program:
@@ -198,7 +198,7 @@ def compile_all(requests: dict[Any, Request], workers: int = 12) -> dict[Any, Pr
         return Program(compiled, seconds, memory.temp_size_in_bytes, held + memory.temp_size_in_bytes)
 
     begun: dict[Any, Any] = {}
-    with concurrent.futures.ThreadPoolExecutor(workers) as pool:
+    with concurrent.futures.ThreadPoolExecutor(12) as pool:
         for key, (function, arguments, donated, timed) in requests.items():
             try:
                 lowered = jax.jit(function, donate_argnums=() if donated is None else donated).lower(*arguments)
@@ -219,37 +219,32 @@ def _memory_of(compiled):
 def filled_cache(subject: Subject, rows: int, capacity: int, length: int) -> Any:
     """A cache of `length` tokens a row, of random numbers: the time of a step does not depend on them, and no prefill is waited for."""
     shapes = subject.cache_shapes(rows, capacity)
-    leaves, treedef = jax.tree.flatten(shapes)
+    leaves, treedef = jax.tree.flatten(shapes.layers)
     keys = jax.random.split(random_key(1), len(leaves))
-    made = [_random(leaf.shape, leaf.dtype)(key) if leaf.dtype != jnp.int32 else None for leaf, key in zip(leaves, keys, strict=True)]
-    made = [jnp.full(leaf.shape, length, jnp.int32) if new is None else new for leaf, new in zip(leaves, made, strict=True)]
-    return jax.block_until_ready(jax.tree.unflatten(treedef, made))
+    layers = jax.tree.unflatten(treedef, [_random(key, leaf.shape, leaf.dtype) for leaf, key in zip(leaves, keys, strict=True)])
+    return jax.block_until_ready(shapes._replace(layers=layers, lengths=jnp.full(rows, length, jnp.int32)))
 
 
-@functools.cache
-def _random(shape: tuple[int, ...], dtype):
-    """key -> an array of random numbers. Of a latent [B,S,C] a few tokens repeat: its numbers would fill the memory twice over."""
-
-    def draw(key):
-        if len(shape) != 3:
-            return 0.1 * jax.random.normal(key, shape, dtype)
-        rows, capacity, width = shape
-        tile = math.gcd(capacity, 64)
-        part = jax.random.normal(key, (rows, 1, tile, width), dtype)
-        return jnp.broadcast_to(part, (rows, capacity // tile, tile, width)).reshape(shape)
-
-    return jax.jit(draw)
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _random(key, shape: tuple[int, ...], dtype):
+    """An array of random numbers. Of a latent [B,S,C] a few tokens repeat: its numbers would fill the memory twice over."""
+    if len(shape) != 3:
+        return 0.1 * jax.random.normal(key, shape, dtype)
+    rows, capacity, width = shape
+    tile = math.gcd(capacity, 64)
+    part = jax.random.normal(key, (rows, 1, tile, width), dtype)
+    return jnp.broadcast_to(part, (rows, capacity // tile, tile, width)).reshape(shape)
 
 
-@functools.cache
-def emptied():
-    """cache -> the same memory as an empty cache."""
-    return jax.jit(lambda cache: clear_rows(cache, jnp.arange(cache.rows)), donate_argnums=0)
+@functools.partial(jax.jit, donate_argnums=0)
+def emptied(cache):
+    """The same memory as an empty cache."""
+    return clear_rows(cache, jnp.arange(cache.rows))
 
 
 def prefill_seconds(subject: Subject, program: Program, cache, tokens: np.ndarray, size: int, marks: tuple[int, ...]):
     """Prefill one row in chunks of `size`, which divides the marks. -> ({mark: seconds until the token after it is on the host}, cache)."""
-    cache, begin, times = jax.block_until_ready(emptied()(cache)), time.perf_counter(), {}
+    cache, begin, times = jax.block_until_ready(emptied(cache)), time.perf_counter(), {}
     for start in range(0, marks[-1], size):
         part = tokens[:, start : start + size]
         cache, following = program.call(subject.weights, cache, part, np.full((1,), size, np.int32))
@@ -263,11 +258,17 @@ def with_length(cache, length: int):
     return cache._replace(lengths=jnp.full_like(cache.lengths, length))
 
 
+def delete(tree: Any) -> None:
+    """Give the memory back now, whoever still holds the arrays."""
+    for leaf in jax.tree.leaves(tree):
+        leaf.delete()
+
+
 class Decoder:
     """Steps of one compiled program over one filled cache."""
 
     def __init__(self, subject: Subject, program: Program, rows: int, capacity: int, length: int):
-        self.weights, self.program, self.length = subject.weights, program, length
+        self.subject, self.program, self.rows = subject, program, rows
         self.cache = filled_cache(subject, rows, capacity, length)
         self.tokens = jax.random.randint(jax.random.key(2), (rows,), 0, subject.config.vocab_size, jnp.int32)
 
@@ -275,16 +276,14 @@ class Decoder:
         """Seconds of `calls` calls, the last one waited for."""
         begin = time.perf_counter()
         for _ in range(calls):
-            self.cache, self.tokens = self.program.call(self.weights, self.cache, self.tokens)
+            self.cache, self.tokens = self.program.call(self.subject.weights, self.cache, self.tokens)
             if wait_each:
                 np.asarray(self.tokens)
         jax.block_until_ready(self.tokens)
         return time.perf_counter() - begin
 
-    def rewind(self, length: int | None = None) -> None:
-        self.cache = with_length(self.cache, self.length if length is None else length)
-        jax.block_until_ready(self.cache)
+    def rewind(self, length: int) -> None:
+        self.cache = jax.block_until_ready(with_length(self.cache, length))
 
     def free(self) -> None:
-        for leaf in jax.tree.leaves((self.cache, self.tokens)):
-            leaf.delete()
+        delete((self.cache, self.tokens))

@@ -3,7 +3,7 @@
     python -m experiments.bench.latent_decode [check] [shapes] [xla]
 
 Without names: all of them. Floor: every entry of the rows' lengths read once at 4.3 TB/s (copy speed of one H200). A time is the median of
-5 rounds; a round queues calls for 30 ms or more and waits once. What would start after 85 seconds is left out, and said.
+5 rounds; a round queues up to 50 calls or 50 ms and waits once. What would start after 85 seconds is left out, and said.
 
     check    relative error (largest difference over the largest value) against float64: ragged rows, more than 2^31 values
     shapes   the kernel, over rows, lengths and heads
@@ -20,11 +20,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from experiments.bench.attention import milliseconds
 from moejax.kernels.latent_decode import latent_decode
 from moejax.kernels.latent_decode.reference import latent_decode_reference
 
 SPEED = 4.3e12
-ROUNDS, ROUND, SECONDS = 5, 0.03, 85
+ROUNDS, SECONDS = 5, 85
 C, R, SCALE = 512, 64, 192**-0.5
 M = 2**20
 START = time.perf_counter()
@@ -53,25 +54,6 @@ def ragged(B, S):
     return lengths
 
 
-def left() -> bool:
-    return time.perf_counter() - START < SECONDS
-
-
-def milliseconds(call, arguments) -> float:
-    jax.block_until_ready(call(*arguments))
-    start = time.perf_counter()
-    jax.block_until_ready(call(*arguments))
-    queued = max(2, min(50, int(ROUND / (time.perf_counter() - start))))
-    times = []
-    for _ in range(ROUNDS):
-        start = time.perf_counter()
-        for _ in range(queued):
-            out = call(*arguments)
-        jax.block_until_ready(out)
-        times.append((time.perf_counter() - start) / queued * 1e3)
-    return float(np.median(times))
-
-
 def truth(q, latent, shared_key, lengths):
     """float64; of long rows one after another: 1.5M entries are 7 GB."""
     with jax.enable_x64(True):
@@ -84,7 +66,8 @@ def truth(q, latent, shared_key, lengths):
 
 
 def apart(got, wanted) -> float:
-    return float(np.abs(np.asarray(got, np.float64) - np.asarray(wanted, np.float64)).max() / np.abs(np.asarray(wanted, np.float64)).max())
+    got, wanted = (np.asarray(x, np.float64) for x in (got, wanted))
+    return float(np.abs(got - wanted).max() / np.abs(wanted).max())
 
 
 @jax.jit
@@ -97,25 +80,18 @@ def plain(*arguments):
     return latent_decode(*arguments, scale=SCALE, implementation="xla")
 
 
-def check() -> list[str]:
-    lines = []
-
-    def say(text):
-        lines.append(text)
-        print(text, flush=True)
-
+def check() -> None:
     for T, H in ((1, 16), (2, 24), (1, 8)):
         arguments = operands(8, 8192, H, [8192, 0, 1, 63, 64, 65, 4097, 777], T)
         wanted = truth(*arguments)
         gone = (jnp.arange(8192) >= arguments[3][:, None])[..., None]
         dirty = (arguments[0], *(jnp.where(gone, jnp.nan, x) for x in arguments[1:3]), arguments[3])
         ours, theirs = (apart(call(*dirty), wanted) for call in (kernel, plain))
-        say(f"check B=8 S=8192 ragged, NaN behind, T={T} H={H}: {ours:.1e}, in XLA {theirs:.1e}")
+        print(f"check B=8 S=8192 ragged, NaN behind, T={T} H={H}: {ours:.1e}, in XLA {theirs:.1e}", flush=True)
     arguments = operands(3, 1_500_000, 16, [1_500_000, 100, 1_499_999])  # 2.3e9 values
     got, again = (kernel(*arguments) for _ in range(2))
     same = np.array_equal(np.asarray(got, np.float32), np.asarray(again, np.float32))
-    say(f"check B=3 S=1.5M H=16: {apart(got, truth(*arguments)):.1e}; the same bits again: {same}")
-    return lines
+    print(f"check B=3 S=1.5M H=16: {apart(got, truth(*arguments)):.1e}; the same bits again: {same}", flush=True)
 
 
 SHAPES = {
@@ -134,26 +110,23 @@ SHAPES = {
 }
 
 
-def timed(names, config: str, call) -> list[str]:
-    lines = []
+def timed(names, config: str, call) -> None:
     for name in names:
-        if not left():
+        if time.perf_counter() - START > SECONDS:
             print(f"{name}: left out, the time is over", flush=True)
             continue
         arguments = operands(*SHAPES[name])
-        took, size = milliseconds(call, arguments), int(np.asarray(arguments[3]).sum()) * (C + R) * 2
+        took, size = milliseconds(call, arguments, ROUNDS), int(np.asarray(arguments[3]).sum()) * (C + R) * 2
         floor = size / SPEED * 1e3
-        lines.append(f"{name:31}{config:8}{took:9.4f}{floor:9.4f}{size / took / 1e9:7.2f}{100 * floor / took:6.0f}%")
-        print(lines[-1], flush=True)
-    return lines
+        print(f"{name:31}{config:8}{took:9.4f}{floor:9.4f}{size / took / 1e9:7.2f}{100 * floor / took:6.0f}%", flush=True)
 
 
-def shapes() -> list[str]:
-    return timed(SHAPES, "kernel", kernel)
+def shapes() -> None:
+    timed(SHAPES, "kernel", kernel)
 
 
-def xla() -> list[str]:
-    return timed(list(SHAPES)[:4], "xla", plain)
+def xla() -> None:
+    timed(list(SHAPES)[:4], "xla", plain)
 
 
 def main() -> None:
@@ -166,10 +139,12 @@ def main() -> None:
     unknown = set(sys.argv[1:]) - set(parts)
     if unknown:
         raise SystemExit(f"unknown: {', '.join(sorted(unknown))}; known: {', '.join(parts)}")
-    head = f"{'shape':31}{'form':8}{'ms':>9}{'floor':>9}{'TB/s':>7}{'floor%':>7}"
-    print(f"{device.device_kind}, jax {jax.__version__}, bfloat16, C={C} R={R}\n{head}", flush=True)
-    lines = [text for name in parts if name in (sys.argv[1:] or parts) for text in parts[name]()]
-    print("\n".join(["", f"all again, {time.perf_counter() - START:.0f} s", head, *lines]))
+    print(f"{device.device_kind}, jax {jax.__version__}, bfloat16, C={C} R={R}")
+    print(f"{'shape':31}{'form':8}{'ms':>9}{'floor':>9}{'TB/s':>7}{'floor%':>7}", flush=True)
+    for name, part in parts.items():
+        if name in (sys.argv[1:] or parts):
+            part()
+    print(f"{time.perf_counter() - START:.0f} s in all")
 
 
 if __name__ == "__main__":

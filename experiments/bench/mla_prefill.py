@@ -9,14 +9,13 @@ that work at --peak. "temp" is the compiled program's temporary memory. Times ar
 of the fused form from the blockwise one is a relative L2 distance, where both run.
 """
 
-import statistics
-import time
 from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import tyro
+from attention import distance
+from expert_exchange import median_ms
 
 from moejax.ops.attention_gpu import AttentionFacts
 from moejax.ops.mla_prefill import cached_latent_attention, prefill_implementation
@@ -35,7 +34,6 @@ class Study:
     nope: int = 128
     shared: int = 64
     value: int = 128
-    block: int | None = None
     peak: float = 790
     """TFLOP/s of this card's bfloat16 products."""
     repeats: int = 3
@@ -71,17 +69,13 @@ def measure(study: Study, entries: int, name: str, arrays):
     starts, counts = (jnp.full((1,), n, jnp.int32) for n in (entries - study.queries, study.queries))
 
     def run(starts, counts, *arrays):
-        return cached_latent_attention(*arrays, starts=starts, counts=counts, block=study.block, implementation=name)
+        return cached_latent_attention(*arrays, starts=starts, counts=counts, implementation=name)
 
     compiled = jax.jit(run).lower(starts, counts, *arrays).compile()
     out = jax.block_until_ready(compiled(starts, counts, *arrays))
-    times = []
-    for _ in range(study.repeats):
-        start = time.perf_counter()
-        jax.block_until_ready(compiled(starts, counts, *arrays))
-        times.append(time.perf_counter() - start)
     memory = compiled.memory_analysis()
-    return 1e3 * statistics.median(times), float("nan") if memory is None else memory.temp_size_in_bytes / 1e9, out
+    temporary = float("nan") if memory is None else memory.temp_size_in_bytes / 1e9
+    return median_ms(compiled, (starts, counts, *arrays), study.repeats), temporary, out
 
 
 def main(study: Study) -> dict[tuple[str, int], float]:
@@ -100,15 +94,9 @@ def main(study: Study) -> dict[tuple[str, int], float]:
             table[name, entries] = ms
             far = "" if wanted is None else f"{distance(out, wanted):.1e}"
             wanted = out if wanted is None else wanted
-            print(
-                f"{entries:>9} {name:<6}{ms:10.2f}{flops / ms / 1e9:9.0f}{flops / s.peak / 1e9:10.2f}{temporary:9.2f}{far:>10}", flush=True
-            )
+            rates = f"{flops / ms / 1e9:9.0f}{flops / s.peak / 1e9:10.2f}"
+            print(f"{entries:>9} {name:<6}{ms:10.2f}{rates}{temporary:9.2f}{far:>10}", flush=True)
     return table
-
-
-def distance(a, b) -> float:
-    a, b = (np.asarray(x, np.float32) for x in (a, b))
-    return float(np.linalg.norm(a - b) / np.linalg.norm(b))
 
 
 if __name__ == "__main__":

@@ -193,8 +193,11 @@ def summary(load: Load, resident: list[tuple[float, float]], seconds: float) -> 
         "tokens_per_second": load.tokens / seconds,
         **{f"{name}_{p}_s": percentile(values, share) for name, values in times.items() for p, share in (("p50", 0.5), ("p95", 0.95))},
         # A tenth of the time each; the first tenth has the caches filling.
-        "resident_mb": {"begin": resident[0][1], "0.1-0.2": median_between(0.1, 0.2), "0.45-0.55": median_between(0.45, 0.55)}
-        | {"0.9-1.0": median_between(0.9, 1.0), "largest": max(mb for _, mb in resident)},
+        "resident_mb": {
+            "begin": resident[0][1],
+            **{f"{begin}-{end}": median_between(begin, end) for begin, end in ((0.1, 0.2), (0.45, 0.55), (0.9, 1.0))},
+            "largest": max(mb for _, mb in resident),
+        },
     }
 
 
@@ -222,7 +225,7 @@ def main() -> int:
         resident = asyncio.run(run(load, server.pid, given.clients, given.seconds))
         result = summary(load, resident, time.monotonic() - started)
         deadline = time.monotonic() + 30  # what left last is dropped at the engine's next step
-        while (state := health(port)) != {**state, "busy": 0, "queued": 0} and time.monotonic() < deadline:
+        while ((state := health(port))["busy"] or state["queued"]) and time.monotonic() < deadline:
             time.sleep(0.2)
         server.send_signal(signal.SIGTERM)
         result |= {"clients": given.clients, "served": given.served or SERVED, "end": state, "exit_status": server.wait(60)}

@@ -13,7 +13,6 @@ from .packing import Packing
 from .queue_source import QueueStream, put_item
 from .ruler import RULER_TASKS, ruler_samples
 from .ruler_parts import RulerFiller, Sample
-from .ruler_source import RulerSource
 from .ruler_tasks import CommonWords, FrequentWords, Needles, Variables
 from .sources import CorpusSource, LengthRange, Source, TokenDocument, TokenSource
 from .stream import DataStream, check_fingerprint
@@ -50,7 +49,6 @@ __all__ = [
     "QueueStream",
     "RecallSource",
     "RulerFiller",
-    "RulerSource",
     "Sample",
     "Source",
     "Stack",

@@ -16,12 +16,11 @@ distance alone; the multikey tasks, cwe and fwe test the choice too.
 
 from __future__ import annotations
 
-import hashlib
 from typing import Any
 
 from .counter import CounterHash
 from .facts import Draws, check_generator
-from .ruler_parts import RulerFiller, Sample
+from .ruler_parts import RulerFiller, Sample, hash64, ruler_filler
 from .ruler_tasks import MAKERS, CommonWords, FrequentWords, Needles, Variables
 
 Task = Needles | Variables | CommonWords | FrequentWords
@@ -65,31 +64,21 @@ def ruler_samples(
     Raises:
       ValueError: an unknown task or split, a length too short for the task, too few words, a tokenizer beside another one's filler.
     """
-    name, spec = (task, RULER_TASKS.get(task)) if isinstance(task, str) else task
-    if spec is None:
-        raise ValueError(f"task={name!r} is none of {', '.join(RULER_TASKS)}; give one of them, or (name, settings).")
+    name, spec = named_task(task)
     check_generator(f"ruler task {name}", split=split, documents=count, digits=getattr(spec, "digits", 1))
     if first < 0:
         raise ValueError(f"first={first} must be at least 0.")
-    _check(name, spec)
-    if not isinstance(filler, RulerFiller):
-        filler = make_filler(tokenizer, filler)
-    elif tokenizer is not None and tokenizer is not filler.tokenizer:
-        raise ValueError("tokenizer is not the one of the RulerFiller given; leave it out.")
-    stream = int.from_bytes(hashlib.blake2b(f"{name} {length}".encode(), digest_size=8).digest(), "little")
-    own_seed = int(CounterHash(seed, stream=stream).bits(0, 1)[0])
+    filler = ruler_filler(tokenizer, filler)
+    own_seed = int(CounterHash(seed, stream=hash64(f"{name} {length}")).bits(0, 1)[0])
     make = MAKERS[type(spec)]
     return [make(name, spec, Draws(own_seed, split, first + i, _KIND), length, filler) for i in range(count)]
 
 
-def make_filler(tokenizer: Any = None, text: str | bytes | None = None) -> RulerFiller:
-    """A `RulerFiller`; tokenizer: None for bytes."""
-    from .tokenizer import ByteTokenizer
-
-    return RulerFiller(ByteTokenizer() if tokenizer is None else tokenizer, text)
-
-
-def _check(name: str, spec: Task) -> None:
+def named_task(task: str | tuple[str, Task]) -> tuple[str, Task]:
+    """-> (name, settings). ValueError: a name that `RULER_TASKS` has not, settings that make no task."""
+    name, spec = (task, RULER_TASKS.get(task)) if isinstance(task, str) else task
+    if spec is None:
+        raise ValueError(f"task={name!r} is none of {', '.join(RULER_TASKS)}; give one of them, or (name, settings).")
     if isinstance(spec, Needles):
         good = spec.haystack in ("noise", "essay", "needles") and min(spec.keys, spec.asked, spec.values) >= 1
         good &= spec.haystack != "needles" or spec.asked == spec.keys == spec.values == 1
@@ -103,3 +92,4 @@ def _check(name: str, spec: Task) -> None:
         good, rule = 1 <= spec.asked <= 8, "1 to 8 asked words"
     if not good:
         raise ValueError(f"ruler task {name!r}: {spec}; needed: {rule}.")
+    return name, spec

@@ -18,7 +18,7 @@ import numpy as np
 
 from .facts import EVAL_ONE_IN, NUM_KEYS, SPLITS, Draws, Filler, split_pool
 from .generators import Pieces
-from .sources import digest_of
+from .tokenizer import ByteTokenizer
 
 NOISE = "The road is long. The sea is wide. The sky is clear. On we go. So it goes on.\n"
 # A depth belongs to one of 40 equal parts of the text (RULER: 40 depths); these are the evaluation's, both ends among them.
@@ -64,13 +64,13 @@ class Sample:
 class RulerFiller:
     """The text needles are hidden in, and the words to count; made once for all tasks and lengths.
 
-    text: read on from a random place; None: made-up words. words: what the common-words task counts, one in eight of them the
-    evaluation's; None: those of 4 to 8 small letters in `text`, made-up words where there is no text; "made up": made-up words in
-    any case, of which there is no end. Encoding megabytes of text takes seconds: share the object.
+    tokenizer: None for bytes. text: read on from a random place; None: made-up words. words: what the common-words task counts, one in
+    eight of them the evaluation's; None: those of 4 to 8 small letters in `text`, made-up words where there is no text; "made up":
+    made-up words in any case, of which there is no end. Encoding megabytes of text takes seconds: share the object.
     """
 
-    def __init__(self, tokenizer: Any, text: str | bytes | None = None, *, words: Sequence[str] | None = None):
-        self.tokenizer = tokenizer
+    def __init__(self, tokenizer: Any = None, text: str | bytes | None = None, *, words: Sequence[str] | None = None):
+        self.tokenizer = tokenizer = ByteTokenizer() if tokenizer is None else tokenizer
         self.essay, self.noise = Filler(tokenizer, text), Filler(tokenizer, NOISE)
         if words is None and text is not None:
             words = words_of(text)
@@ -79,9 +79,6 @@ class RulerFiller:
             if isinstance(words, str) or len(set(words)) != len(words):
                 raise ValueError('words must be a list in which every word stands once, None, or "made up".')
             self.words = {split: [word for word in words if word_split(word) == split] for split in SPLITS}
-        given = text.encode("utf-8", "surrogatepass") if isinstance(text, str) else text
-        listed = [] if self.words is None else [word.encode("utf-8", "surrogatepass") for word in words or ()]
-        self.sha256 = digest_of([b"made up" if given is None else given, *listed])
         self.encode = functools.lru_cache(1 << 16)(lambda text: tokenizer.encode(text, control_tokens=False))
 
     def num_words(self, split: str) -> int:
@@ -96,6 +93,15 @@ class RulerFiller:
         return [pool[i] for i in draws.numbers(purpose).permutation(len(pool))[:count].tolist()]
 
 
+def ruler_filler(tokenizer: Any, filler: RulerFiller | str | bytes | None) -> RulerFiller:
+    """`filler`, made of its text where it is none yet. ValueError: a tokenizer beside another one's filler."""
+    if not isinstance(filler, RulerFiller):
+        return RulerFiller(tokenizer, filler)
+    if tokenizer is not None and tokenizer is not filler.tokenizer:
+        raise ValueError("tokenizer is not the one of the RulerFiller given; leave it out.")
+    return filler
+
+
 def words_of(text: str | bytes) -> list[str]:
     """The different words of 4 to 8 small letters, in order of the alphabet."""
     data = text.encode("utf-8", "surrogatepass") if isinstance(text, str) else bytes(text)
@@ -104,13 +110,12 @@ def words_of(text: str | bytes) -> list[str]:
 
 def word_split(word: str) -> str:
     """The split a word of a corpus or an id belongs to: one in eight is the evaluation's, by a hash."""
-    digest = hashlib.blake2b(word.encode("utf-8", "surrogatepass"), digest_size=8).digest()
-    return "eval" if int.from_bytes(digest, "little") % EVAL_ONE_IN == 0 else "train"
+    return "eval" if hash64(word) % EVAL_ONE_IN == 0 else "train"
 
 
-def depth_split(depth: float) -> str:
-    """The split in which an asked needle may stand at this depth, in [0, 1]."""
-    return "eval" if min(int(depth * DEPTH_BINS + 1e-9), DEPTH_BINS - 1) in EVAL_BINS else "train"
+def hash64(text: str) -> int:
+    """64 bits of a text, the same everywhere."""
+    return int.from_bytes(hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "little")
 
 
 def places_of(split: str, last: int) -> np.ndarray:

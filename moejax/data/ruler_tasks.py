@@ -9,6 +9,7 @@ F: filler tokens, K: answers of a sample.
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -71,8 +72,9 @@ def make_needles(task: str, spec: Needles, draws: Draws, length: int, filler: Ru
     hidden = {"noise": filler.noise, "essay": filler.essay}[spec.haystack]
     keyed = max(spec.keys, spec.asked)
     check_distinct(task, keys=keyed * spec.values, digits=spec.digits, split=draws.split)
-    text = filler.tokenizer.decode(hidden.tokens(draws.numbers(4), length), errors="replace")
-    keys, values = _keys(spec, draws, keyed, avoid=text), _values(spec, draws, keyed * spec.values)
+    text = hidden.tokens(draws.numbers(4), length)  # more than is shown
+    keys = _keys(spec, draws, keyed, avoid=filler.tokenizer.decode(text, errors="replace"))
+    values = _values(spec, draws, keyed * spec.values)
     lines = [_line(filler, f"{keys[i // spec.values]} is ", value) for i, value in enumerate(values)]
     asked = list(range(spec.asked * spec.values))
     room = Prompt(filler, length, _question(spec, keys), [values[i] for i in asked]).room - sum(map(len, lines))
@@ -81,7 +83,7 @@ def make_needles(task: str, spec: Needles, draws: Draws, length: int, filler: Ru
     if spec.values > 1:  # the values of a key are answered in the order of the text
         asked.sort(key=order.index)
     prompt = Prompt(filler, length, _question(spec, keys), [values[i] for i in asked])
-    context = _spread(hidden.tokens(draws.numbers(4), room), cuts, order, lines)
+    context = _spread(text[:room], cuts, order, lines)
     depth = float(np.mean([cuts[i] for i in asked])) / room
     return prompt.sample(task, context, depth, [values[i] for i in order], _value_pool(spec))
 
@@ -91,9 +93,7 @@ def make_variables(task: str, spec: Variables, draws: Draws, length: int, filler
     check_distinct(task, keys=spec.chains * names, digits=spec.digits, split=draws.split)
     variables = draws.keys(1, spec.chains * names)
     values = draws.values(2, spec.chains, spec.digits)
-    lines = []
-    for i, name in enumerate(variables):
-        lines.append(_line(filler, f"{name} = ", variables[i - 1] if i % names else values[i // names]))
+    lines = [_line(filler, f"{name} = ", variables[i - 1] if i % names else values[i // names]) for i, name in enumerate(variables)]
     prompt = Prompt(filler, length, f"\n? the {names} names for {values[0]} are ", variables[:names])
     room = prompt.room - sum(map(len, lines))
     cuts = _cuts(task, draws, length, room, names, len(lines)).reshape(spec.chains, names)
@@ -109,31 +109,30 @@ def make_common_words(task: str, spec: CommonWords, draws: Draws, length: int, f
     most = pool // 2 if filler.words is None else pool
     if pool < spec.common + 10:
         raise ValueError(f"ruler task {task!r}: the {draws.split} split has {pool} words; at least {spec.common + 10} are needed.")
-    words, others = filler.draw_words(draws, 1, spec.common + 10), 10
+    words = filler.draw_words(draws, 1, spec.common + 10)
     question = f"\n? the {spec.common} most common words are "
     room = Prompt(filler, length, question, words[: spec.common]).room
 
-    def cost(number: int, times: tuple[int, int]) -> int:
+    def cost(others: int, times: tuple[int, int]) -> int:
         """Tokens of a list with so many other words."""
-        of_words = [len(filler.encode(word)) for word in words[: spec.common + number]]
-        entries = times[0] * spec.common + times[1] * number
-        return times[0] * sum(of_words[: spec.common]) + times[1] * sum(of_words[spec.common :]) + _numbers_cost(filler, entries)
+        of_words = [len(filler.encode(word)) for word in words[: spec.common + others]]
+        of_numbers = [len(filler.encode(_number(i))) for i in range(times[0] * spec.common + times[1] * others)]
+        return times[0] * sum(of_words[: spec.common]) + times[1] * sum(of_words[spec.common :]) + sum(of_numbers)
 
     times = (spec.common_times, spec.other_times)
-    if cost(others, times) > room:
+    if cost(10, times) > room:
         times = (max(2, spec.common_times // 5), 1)
     if cost(1, times) > room:
         raise too_short(task, length, f"{spec.common} words {times[0]} times each, and one more, take {cost(1, times)} of {room} tokens")
-    while cost(others, times) <= room:
+    while cost(len(words) - spec.common, times) <= room:
         if len(words) == most:
             raise ValueError(
                 f"ruler task {task!r}: the {draws.split} split has {most} words, too few for length={length}; give a longer text, a list "
                 'of more words, or words="made up" to `RulerFiller`.'
             )
         words = filler.draw_words(draws, 1, min(2 * len(words), most))
-        others = len(words) - spec.common
-    number = _largest(lambda n: cost(n, times) <= room, others)
-    listed = words[: spec.common] * times[0] + words[spec.common : spec.common + number] * times[1]
+    others = bisect.bisect_right(range(len(words) - spec.common), room, key=lambda n: cost(n, times)) - 1  # the most that fit
+    listed = words[: spec.common] * times[0] + words[spec.common : spec.common + others] * times[1]
     listed = [listed[i] for i in draws.numbers(3).permutation(len(listed)).tolist()]
     common = set(words[: spec.common])
     prompt = Prompt(filler, length, question, list(dict.fromkeys(word for word in listed if word in common)))
@@ -154,7 +153,7 @@ def make_frequent_words(task: str, spec: FrequentWords, draws: Draws, length: in
     def counts(total: int) -> np.ndarray:
         return (total * weights + 1e-9).astype(np.int64)
 
-    total = _largest(lambda n: int((counts(n) * sizes).sum()) <= prompt.room, length)
+    total = bisect.bisect_right(range(length), prompt.room, key=lambda n: (counts(n) * sizes).sum()) - 1  # the most that fits
     times = counts(total)
     if times[spec.asked] <= times[spec.asked + 1] or times[spec.asked] < 1:
         raise too_short(task, length, f"the last asked word stands {times[spec.asked]} times, the next {times[spec.asked + 1]}")
@@ -182,7 +181,7 @@ def _needles_only(task: str, spec: Needles, draws: Draws, length: int, filler: R
         most = len(split_pool(NUM_KEYS, draws.split)) // 2
     if not spec.uuid_values:
         most = min(most, len(split_pool(10**spec.digits, draws.split)) // 2)
-    count, lines, used = min(16, most), [], np.zeros(1, int)
+    count, lines = min(16, most), []
     while True:
         keys, values = _keys(spec, draws, count), _values(spec, draws, count)  # they begin with those of the last round
         lines += [_line(filler, f"{key} is ", value) for key, value in zip(keys[len(lines) :], values[len(lines) :], strict=True)]
@@ -208,16 +207,12 @@ def _cuts(task: str, draws: Draws, length: int, room: int, asked: int, needles: 
         raise too_short(task, length, f"{room} tokens are left for the filler, and {DEPTH_BINS} are needed")
     places = places_of(draws.split, room)
     numbers = draws.numbers(5)
-    of_split = places[numbers.integers(0, asked, len(places))]
-    return np.concatenate([of_split, numbers.integers(asked, needles - asked, room + 1)]) if needles > asked else of_split
+    return np.concatenate([places[numbers.integers(0, asked, len(places))], numbers.integers(asked, needles - asked, room + 1)])
 
 
 def _spread(words: np.ndarray, cuts: np.ndarray, order: Sequence[int], lines: Sequence[np.ndarray]) -> list[np.ndarray]:
-    pieces, start = [], 0
-    for i in order:
-        pieces += [words[start : cuts[i]], lines[i]]
-        start = int(cuts[i])
-    return [*pieces, words[start:]]
+    first, *others = np.split(words, cuts[order])
+    return [first, *(piece for i, part in zip(order, others, strict=True) for piece in (lines[i], part))]
 
 
 def _keys(spec: Needles, draws: Draws, count: int, avoid: str = "") -> list[str]:
@@ -253,19 +248,6 @@ def _number(index: int) -> str:
     return f" {index + 1}. "
 
 
-def _numbers_cost(filler: RulerFiller, entries: int) -> int:
-    return sum(len(filler.encode(_number(i))) for i in range(entries))
-
-
 def _by_last(listed: Sequence[str]) -> list[str]:
     """The different words, ordered by where each stands last."""
     return list(dict.fromkeys(reversed(listed)))[::-1]
-
-
-def _largest(fits: Callable[[int], bool], most: int) -> int:
-    """The largest number in [0, most] that fits, where everything up to some number does."""
-    low, high = 0, most
-    while low < high:
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle - 1)
-    return low

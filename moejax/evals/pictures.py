@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -63,7 +63,7 @@ def needle_picture(path: Path, grid: NeedleGrid, *, title: str = "Needle in a ha
         _legend(line, columns=2)
 
 
-def ruler_picture(path: Path, table: RulerTable, *, title: str = "RULER", threshold: float = LLAMA_2_AT_4K) -> None:
+def ruler_picture(path: Path, table: RulerTable, *, title: str = "RULER") -> None:
     """Task by length as a heat map, the nearest copy's score in brackets; below, the mean of all tasks and the effective length."""
     with _figure(path, (2.6 + 1.15 * max(len(table.lengths), 4), 3.6 + 0.42 * len(table.tasks)), title) as figure:
         heat, line = figure.subplots(2, 1, height_ratios=(0.42 * len(table.tasks) + 0.6, 2.4))
@@ -75,9 +75,9 @@ def ruler_picture(path: Path, table: RulerTable, *, title: str = "RULER", thresh
         line.plot(lengths, 100 * table.score.mean(axis=0)[order], color="tab:blue", marker="o", label="model, mean of tasks")
         line.plot(lengths, 100 * table.copy_last.mean(axis=0)[order], color="tab:grey", marker="s", label="copy of the nearest")
         line.plot(lengths, 100 * table.copy_any.mean(axis=0)[order], color="black", linestyle="--", label="copy of any candidate")
-        effective = table.effective_length(threshold)
+        effective = table.effective_length()
         name = "none" if effective is None else length_name(effective)
-        line.axhline(threshold, color="tab:red", linestyle=":", label=f"threshold {threshold:g}; effective length: {name}")
+        line.axhline(LLAMA_2_AT_4K, color="tab:red", linestyle=":", label=f"threshold {LLAMA_2_AT_4K}; effective length: {name}")
         line.set(ylabel="mean of tasks (%)", ylim=(-3, 103))
         _length_axis(line, lengths, "length (tokens)")
         _legend(line, columns=2)
@@ -89,19 +89,17 @@ def extrapolation_picture(
     *,
     trained_length: int,
     chance: float,
-    copy: float | Mapping[int, float] | None = None,
+    copy: Mapping[int, float] | None = None,
     title: str = "Length extrapolation",
-    ylabel: str = "answers right (%)",
 ) -> None:
     """Accuracy against the evaluated length, for models that all were trained at one length.
 
     curves: name -> length -> a share in [0, 1], or one for each seed: the line is their mean, the band reaches from the lowest to the
-    highest. chance: share by guessing; copy: share of a baseline that copies, one number or by length.
+    highest. chance: share by guessing; copy: length -> share of a baseline that copies.
     ValueError: no curve, a curve without a length.
     """
     if not curves or not all(curves.values()):
         raise ValueError(f"curves holds {[(name, len(curve)) for name, curve in curves.items()]}; needed: a name with at least one length.")
-    lengths = sorted({length for curve in curves.values() for length in curve})
     with _figure(path, (8, 5), title) as figure:
         panel = figure.subplots()
         for number, (name, curve) in enumerate(curves.items()):
@@ -116,10 +114,9 @@ def extrapolation_picture(
         panel.axvline(trained_length, color="tab:grey", linewidth=1, label=f"trained at {length_name(trained_length)}")
         panel.axhline(100 * chance, color="black", linestyle=":", label=f"chance ({100 * chance:.2g}%)")
         if copy is not None:
-            by_length = copy if isinstance(copy, Mapping) else dict.fromkeys(lengths, copy)
-            panel.plot(sorted(by_length), [100 * by_length[n] for n in sorted(by_length)], "k--", label="copy of the last value")
-        panel.set(ylabel=ylabel, ylim=(-3, 103))
-        _length_axis(panel, sorted({*lengths, trained_length}), "length evaluated (tokens)")
+            panel.plot(sorted(copy), [100 * copy[n] for n in sorted(copy)], "k--", label="copy of the last value")
+        panel.set(ylabel="answers right (%)", ylim=(-3, 103))
+        _length_axis(panel, {trained_length}.union(*curves.values()), "length evaluated (tokens)")
         panel.grid(alpha=0.25)
         _legend(panel, columns=2)
 
@@ -158,7 +155,7 @@ def _lines(axes: Any, rows: Sequence[Mapping[str, Any]], panel: Panel) -> None:
         axes.set_yscale("log")
     else:
         axes.set_ylim(bottom=0)
-    _length_axis(axes, sorted({row[panel.x] for row in held}), panel.xlabel)
+    _length_axis(axes, {row[panel.x] for row in held}, panel.xlabel)
     axes.grid(alpha=0.25, which="both")
     if axes.get_legend_handles_labels()[1]:
         _legend(axes, columns=3)
@@ -183,7 +180,7 @@ def _legend(axes: Any, *, columns: int) -> None:
     axes.legend(fontsize=8, loc="upper center", bbox_to_anchor=(0.5, 0), bbox_transform=under, ncols=columns)
 
 
-def _length_axis(axes: Any, lengths: Sequence[int], label: str) -> None:
+def _length_axis(axes: Any, lengths: Collection[int], label: str) -> None:
     """Powers of two, every length named; every second one where they would touch."""
     axes.set_xscale("log", base=2)
     shown = sorted(lengths)[:: 1 + len(lengths) // 11]

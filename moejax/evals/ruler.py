@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from ..data.ruler import RULER_TASKS, Task, make_filler, ruler_samples
-from ..data.ruler_parts import RulerFiller, Sample
+from ..data.ruler import RULER_TASKS, Task, named_task, ruler_samples
+from ..data.ruler_parts import RulerFiller, Sample, ruler_filler
 from ..train.curriculum import length_name
 
 Generate = Callable[[list[np.ndarray], int], Sequence[str]]
@@ -61,12 +61,9 @@ class RulerTable:
         """A table of percents: score (candidates at random, the nearest candidates)."""
         head = ["task", *(length_name(length) for length in self.lengths)]
         lines = [head, ["---", *("---:" for _ in self.lengths)]]
-        for row, task in enumerate(self.tasks):
-            cells = zip(self.score[row], self.copy_any[row], self.copy_last[row], strict=True)
-            lines.append([task, *(f"{100 * s:.1f} ({100 * a:.1f}, {100 * c:.1f})" for s, a, c in cells)])
-        parts = (self.score, self.copy_any, self.copy_last)
-        means = zip(*(part.mean(axis=0) for part in parts), strict=True)
-        lines.append(["mean", *(f"**{100 * s:.1f}** ({100 * a:.1f}, {100 * c:.1f})" for s, a, c in means)])
+        shares = 100 * np.stack([self.score, self.copy_any, self.copy_last], axis=-1)
+        lines += [[task, *(f"{s:.1f} ({a:.1f}, {c:.1f})" for s, a, c in row)] for task, row in zip(self.tasks, shares, strict=True)]
+        lines.append(["mean", *(f"**{s:.1f}** ({a:.1f}, {c:.1f})" for s, a, c in shares.mean(axis=0))])
         effective = self.effective_length(threshold)
         note = (
             f"Percent of the expected strings found, {self.samples} samples an entry. In brackets, without reading the question: any "
@@ -116,10 +113,8 @@ def ruler(
     """
     if not tasks or not lengths or batch < 1 or len(set(lengths)) != len(lengths):
         raise ValueError(f"{len(tasks)} tasks, lengths={tuple(lengths)}, batch={batch}; needed: one or more of each, no length twice.")
-    if not isinstance(filler, RulerFiller):
-        filler, tokenizer = make_filler(tokenizer, filler), None
-    common: dict[str, Any] = {"split": split, "seed": seed, "tokenizer": tokenizer, "filler": filler}
-    names = [task if isinstance(task, str) else task[0] for task in tasks]
+    common: dict[str, Any] = {"split": split, "seed": seed, "filler": ruler_filler(tokenizer, filler)}
+    names = [name for name, _ in map(named_task, tasks)]
     if len(set(names)) != len(names):
         raise ValueError(f"tasks has a name twice: {names}.")
     for task in tasks:

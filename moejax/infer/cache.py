@@ -7,7 +7,6 @@ and a value head, C latent width, R width of the shared key. Source: Kimi K3 rep
 
 from __future__ import annotations
 
-import math
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -82,24 +81,17 @@ def init_cache(config: ModelConfig, rows: int, capacity: int, *, dtype: str | No
     stores) or "float64"; None: float64 for float64, else float32.
     ValueError: rows or capacity below 1, a dtype that is not one of these. Under `jax.jit` with `out_shardings` it is made in shards.
     """
-    dtype, state_dtype = _dtypes(config, dtype, state_dtype)
-    shapes = _shapes(config, at_least_one("rows", rows), at_least_one("capacity", capacity))
-    layers = tuple(_zeros(part, jnp.dtype(dtype), jnp.dtype(state_dtype)) for part in shapes)
-    return HybridCache(layers, jnp.zeros((rows,), jnp.int32))
+    layers = _abstract(config, rows, capacity, dtype, state_dtype)
+    return HybridCache(jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), layers), jnp.zeros((rows,), jnp.int32))
 
 
 def cache_bytes(config: ModelConfig, rows: int, capacity: int, *, dtype: str | None = None, state_dtype: str | None = None) -> CacheBytes:
     """Bytes that `init_cache` with the same arguments would take; nothing is allocated."""
-    dtype, state_dtype = _dtypes(config, dtype, state_dtype)
-    itemsize = jnp.dtype(dtype).itemsize
-    recurrent = convolution = latent = 0
-    for part in _shapes(config, at_least_one("rows", rows), at_least_one("capacity", capacity)):
-        if isinstance(part, KDAState):
-            convolution += sum(math.prod(shape) for shape in part[:3]) * itemsize
-            recurrent += math.prod(part.recurrent) * jnp.dtype(state_dtype).itemsize
-        else:
-            latent += sum(math.prod(shape) for shape in part) * itemsize
-    return CacheBytes(recurrent, convolution, latent)
+    layers = _abstract(config, rows, capacity, dtype, state_dtype)
+    states = [layer for layer in layers if isinstance(layer, KDAState)]
+    size = lambda tree: sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+    recurrent = size([state.recurrent for state in states])
+    return CacheBytes(recurrent, size(states) - recurrent, size(layers) - size(states))
 
 
 def take_rows(cache: HybridCache, rows) -> HybridCache:
@@ -153,21 +145,18 @@ def check_cut(cache: HybridCache, row: int, length: int) -> None:
         )
 
 
-def _shapes(config: ModelConfig, rows: int, capacity: int) -> list[KDAState | LatentCache]:
-    """The shapes of every layer's part, in the part's own type."""
+def _abstract(config: ModelConfig, rows: int, capacity: int, dtype: str | None, state_dtype: str | None) -> tuple[Any, ...]:
+    """Every layer's part as shapes and dtypes, arguments checked."""
+    dtype = checked_dtype("dtype", dtype or compute_dtype(config))
+    state_dtype = checked_dtype("state_dtype", state_dtype or ("float64" if dtype == "float64" else "float32"))
+    rows, capacity = at_least_one("rows", rows), at_least_one("capacity", capacity)
+    part: Any = lambda *shape, dtype=dtype: jax.ShapeDtypeStruct((rows, *shape), jnp.dtype(dtype))
     kda, mla = config.kda, config.mla
     width, keys, values = kda.conv_width - 1, kda.heads * kda.key_dim, kda.num_value_heads * kda.value_dim
-    histories: Any = ((rows, width, channels) for channels in (keys, keys, values))
-    state: Any = (rows, kda.num_value_heads, kda.key_dim, kda.value_dim)
-    latents: Any = ((rows, capacity, channels) for channels in (mla.kv_latent, mla.rope_dim))
-    of_kda, of_mla = KDAState(*histories, recurrent=state), LatentCache(*latents)
-    return [of_kda if mixer == "K" else of_mla for mixer in config.mixers]
-
-
-def _zeros(part: Any, dtype, state_dtype) -> Any:
-    if isinstance(part, LatentCache):
-        return LatentCache(*(jnp.zeros(shape, dtype) for shape in part))
-    return KDAState(*(jnp.zeros(shape, dtype) for shape in part[:3]), recurrent=jnp.zeros(part.recurrent, state_dtype))
+    state = part(kda.num_value_heads, kda.key_dim, kda.value_dim, dtype=state_dtype)
+    of_kda = KDAState(part(width, keys), part(width, keys), part(width, values), state)
+    of_mla = LatentCache(part(capacity, mla.kv_latent), part(capacity, mla.rope_dim))
+    return tuple(of_kda if mixer == "K" else of_mla for mixer in config.mixers)
 
 
 def check_cache(weights: Weights, cache: HybridCache) -> None:
@@ -181,19 +170,18 @@ def check_cache(weights: Weights, cache: HybridCache) -> None:
         raise ValueError(
             f"the cache has {len(cache.layers)} layers and the model {weights.config.layers}; make it with new_cache(weights, ...)."
         )
-    for index, (part, want) in enumerate(zip(cache.layers, _shapes(weights.config, cache.rows, cache.capacity or 1), strict=True)):
-        kind, shapes = type(part), [leaf.shape for leaf in part]
-        inputs = {str(leaf.dtype) for leaf in (part[:3] if isinstance(part, KDAState) else part)}
-        if kind is not type(want) or shapes != list(want) or inputs != {weights.dtype}:
+    stored = next((str(layer.recurrent.dtype) for layer in cache.layers if isinstance(layer, KDAState)), None)  # any will do
+    needed = _abstract(weights.config, cache.rows, cache.capacity or 1, weights.dtype, stored)
+    for index, (part, want) in enumerate(zip(cache.layers, needed, strict=True)):
+        if _described(part) != _described(want):
             raise ValueError(
-                f"layer {index} of the cache is {kind.__name__} {shapes} in {', '.join(inputs)}, and the model needs "
-                f"{type(want).__name__} {list(want)} in {weights.dtype}; make it with new_cache(weights, rows, capacity)."
+                f"layer {index} of the cache is {_described(part)}, and the model needs {_described(want)}; make it with "
+                "new_cache(weights, rows, capacity)."
             )
 
 
-def _dtypes(config: ModelConfig, dtype: str | None, state_dtype: str | None) -> tuple[str, str]:
-    dtype = checked_dtype("dtype", dtype or compute_dtype(config))
-    return dtype, checked_dtype("state_dtype", state_dtype or ("float64" if dtype == "float64" else "float32"))
+def _described(part: Any) -> str:
+    return f"{type(part).__name__}({', '.join(f'{leaf.dtype}{list(leaf.shape)}' for leaf in part)})"
 
 
 def _row_numbers(rows, count: int, *, distinct: bool = False) -> jax.Array:

@@ -5,16 +5,13 @@ Shapes: B rows, V vocabulary, M MoE layers, k experts a token.
 
 from __future__ import annotations
 
-from functools import partial
-from typing import Any
-
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
 from .cache import HybridCache, check_cache
-from .forward import embed, logits_of, run_layers
-from .mixers import kda_token, mla_token, over_mesh
+from .forward import Mixers, logits_of, run_layers
+from .mixers import kda_token, mla_token
 from .prefill import Step, check_room
 from .requests import token_ids
 from .weights import Weights
@@ -49,21 +46,9 @@ def decode_step(weights: Weights, cache: HybridCache, tokens, *, active=None, re
         check_room(cache, added)
         token_ids("tokens", np.asarray(tokens)[np.asarray(added) > 0], weights.config.vocab_size)
     mask = None if active is None else active[:, None]
-    layers = list(cache.layers)
-    config = weights.config
-
-    def mix(index, layer, h):
-        if config.mixers[index] == "K":
-            call: Any = partial(kda_token, config=config.kda, norm_eps=config.norm_eps)
-            per_row: tuple = (active,)
-        else:
-            call, per_row = partial(mla_token, config=config.mla), (cache.lengths, active)
-        y, layers[index] = over_mesh(weights.parallel, call, h, layer.mixer, layers[index], per_row)
-        return y
-
-    x = embed(weights, tokens[:, None], mask)
-    h, experts = run_layers(weights, x, mix, mask, return_experts=return_experts)
+    mixers: Mixers = {"K": (kda_token, (active,)), "M": (mla_token, (cache.lengths, active))}
+    h, layers, experts = run_layers(weights, cache, tokens[:, None], mask, mixers, return_experts=return_experts)
     logits = logits_of(weights, h[:, 0])
     if mask is not None:
         logits = jnp.where(mask, logits, 0)
-    return Step(logits, HybridCache(tuple(layers), cache.lengths + added), None if experts is None else experts[:, 0])
+    return Step(logits, HybridCache(layers, cache.lengths + added), None if experts is None else experts[:, 0])

@@ -32,25 +32,25 @@ from ..ops.experts import (
     router_logits,
     shared_expert,
 )
-from ..ops.experts_few import few_token_experts, few_token_form
+from ..ops.experts_few import MOST_TOKENS, few_token_experts, few_token_form
 from ..ops.norms import rms_norm
 from ..ops.routing import route
 from ..parallel.layers import sharded_latent_moe
+from .cache import HybridCache
+from .mixers import over_mesh
 from .weights import DenseWeights, LayerWeights, Weights
 
-Mix = Callable[[int, LayerWeights, jax.Array], jax.Array]
-"""mix(layer index, its weights, its normed input [B,T,D]) -> the mixer's output [B,T,D]; keeps the cache by itself."""
+Mixers = dict[str, tuple[Callable[..., tuple[jax.Array, Any]], tuple]]
+"""Of "K" and "M": a function of mixers.py, and its arguments by row."""
 
 
-def embed(weights: Weights, tokens: jax.Array, mask: jax.Array | None) -> jax.Array:
-    """tokens [B,T] -> [B,T,D]; 0 where mask [B,T] is False, whose ids may be anything."""
-    x = jnp.take(weights.embedding, tokens, axis=0, mode="clip").astype(weights.dtype)
-    return x if mask is None else jnp.where(mask[..., None], x, 0)
-
-
-def run_layers(weights: Weights, x: jax.Array, mix: Mix, mask: jax.Array | None, *, return_experts: bool) -> tuple[jax.Array, Any]:
-    """The stream [B,T,D] after all layers and the output's depth attention, and the routed experts [B,T,M,k] or None."""
-    walk = {"plain": _plain, "block": _blocks, "full": _full}[weights.config.residual]
+def run_layers(
+    weights: Weights, cache: HybridCache, tokens: jax.Array, mask: jax.Array | None, mixers: Mixers, *, return_experts: bool
+) -> tuple[jax.Array, tuple, jax.Array | None]:
+    """tokens [B,T] -> the stream [B,T,D] behind all layers and the output's depth attention, the cache's new layers, and the routed
+    experts [B,T,M,k] or None. mask: [B,T] bool, False where there is no token, or None."""
+    config, cached = weights.config, list(cache.layers)
+    walk = {"plain": _plain, "block": _blocks, "full": _full}[config.residual]
     experts: list[jax.Array] = []
 
     def feed(layer: LayerWeights, h: jax.Array) -> jax.Array:
@@ -58,13 +58,14 @@ def run_layers(weights: Weights, x: jax.Array, mix: Mix, mask: jax.Array | None,
 
     def mixed(index: int, h: jax.Array) -> jax.Array:
         layer = weights.layers[index]
+        call, per_row = mixers[config.mixers[index]]
         with jax.named_scope(f"layer_{index}"):
-            return mix(index, layer, rms_norm(h, layer.mixer_norm, eps=weights.config.norm_eps))
+            h = rms_norm(h, layer.mixer_norm, eps=config.norm_eps)
+            y, cached[index] = over_mesh(weights.parallel, partial(call, config=config), h, layer.mixer, cached[index], per_row)
+        return y
 
-    out = walk(weights, x, mixed, feed)
-    if not return_experts or not experts:
-        return out, None
-    return out, jnp.stack(experts, axis=2)
+    out = walk(weights, _embed(weights, tokens, mask), mixed, feed)
+    return out, tuple(cached), jnp.stack(experts, axis=2) if experts else None
 
 
 def logits_of(weights: Weights, h: jax.Array) -> jax.Array:
@@ -72,6 +73,12 @@ def logits_of(weights: Weights, h: jax.Array) -> jax.Array:
     h = rms_norm(h, weights.final_norm, eps=weights.config.norm_eps)
     wide = jnp.promote_types(h.dtype, jnp.float32)
     return jnp.matmul(h, weights.head.astype(h.dtype), preferred_element_type=wide)
+
+
+def _embed(weights: Weights, tokens: jax.Array, mask: jax.Array | None) -> jax.Array:
+    """tokens [B,T] -> [B,T,D]; 0 where mask [B,T] is False, whose ids may be anything."""
+    x = jnp.take(weights.embedding, tokens, axis=0, mode="clip").astype(weights.dtype)
+    return x if mask is None else jnp.where(mask[..., None], x, 0)
 
 
 def _plain(weights: Weights, prefix, mixed, feed):
@@ -153,10 +160,6 @@ def _moe(weights: Weights, layer: LayerWeights, h, mask, activation, *, want: bo
     return y, chosen if mask is None else jnp.where(mask[..., None], chosen, -1)
 
 
-FEW = 128
-"""Tokens up to which few_token_experts is the better form everywhere; beyond, a CPU has no arithmetic to waste."""
-
-
 def _expert_products(entered: EnteredLatent, activation):
     """The routed experts' sum. A GPU takes the batched form at any number of tokens: it has no kernel for expert_mlp's loop, 128 rows a
     turn, whose turns cost a handful of launches each."""
@@ -166,7 +169,7 @@ def _expert_products(entered: EnteredLatent, activation):
     form = few_token_form(tokens, chosen, num_experts(entered.matrices[0])).name
     if isinstance(entered.matrices[0], PackedExperts):  # decoding MXFP4 costs more than launches: 17.5 against 14.7 ms at 64 tokens
         return (few if form == "gather" else many)(*operands, mask=entered.mask)
-    if entered.flat.shape[0] <= FEW:
+    if tokens <= MOST_TOKENS:  # beyond, a CPU has no arithmetic to waste
         return few(*operands, mask=entered.mask)
     by_platform = {"cuda": few, "default": many}
     calls = {name: lambda mask, *operands, run=run: run(*operands, mask=mask) for name, run in by_platform.items()}

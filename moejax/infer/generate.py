@@ -110,7 +110,7 @@ def generate(
         if not out.add(now, experts) or following is None:
             break
         now = following
-    return out.result(step.experts, cache, return_experts=return_experts)
+    return out.result(step.experts, cache)
 
 
 class _Drawn(NamedTuple):
@@ -167,9 +167,9 @@ class _Collected:
         self.stopped |= live & ~goes_on
         return bool(goes_on.any())
 
-    def result(self, prompt_experts, cache: HybridCache, *, return_experts: bool) -> Generated:
+    def result(self, prompt_experts, cache: HybridCache) -> Generated:
         experts = None
-        if return_experts and prompt_experts is not None:
+        if prompt_experts is not None:
             rows, _, layers, chosen = prompt_experts.shape
             experts = np.full((rows, self.tokens.shape[1], layers, chosen), -1, np.int32)
             for index, read in enumerate(jax.device_get(self.experts)):

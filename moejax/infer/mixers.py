@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ..config import KDAConfig, MLAConfig
+from ..config import MLAConfig, ModelConfig
 from ..kernels.kda.decode import kda_decode
 from ..kernels.varying import match_varying
 from ..ops.kda_layer import KDAState, KDAWeights, kda_layer, layer_around
@@ -26,9 +26,7 @@ from ..parallel.layers import ModelParallel, weight_specs
 from .cache import LatentCache
 
 
-def kda_chunk(
-    x, weights: KDAWeights, cached: KDAState, counts, rows=None, *, config: KDAConfig, norm_eps: float
-) -> tuple[jax.Array, KDAState]:
+def kda_chunk(x, weights: KDAWeights, cached: KDAState, counts, rows, *, config: ModelConfig) -> tuple[jax.Array, KDAState]:
     """x [B,T,D] normed, of row b the first counts[b] tokens new -> (y [B,T,D], 0 behind them, the state after them).
 
     rows: [B] the rows of the cache that x belongs to, or None: row b is row b.
@@ -37,14 +35,14 @@ def kda_chunk(
     segments = (jnp.arange(x.shape[1], dtype=jnp.int32) < counts[:, None]).astype(jnp.int32)
     stored = state.recurrent.dtype
     wide = state._replace(recurrent=state.recurrent.astype(jnp.promote_types(stored, jnp.float32)))
-    options: Any = {"lower_bound": config.lower_bound, "norm_eps": norm_eps}
+    options: Any = {"lower_bound": config.kda.lower_bound, "norm_eps": config.norm_eps}
     y, new = kda_layer(x, weights, state=wide, segment_ids=segments, return_state=True, **options)
     assert new is not None
     new = new._replace(recurrent=new.recurrent.astype(stored))
     return y, new if rows is None else KDAState(*(part.at[rows].set(own) for part, own in zip(cached, new, strict=True)))
 
 
-def kda_token(x, weights: KDAWeights, state: KDAState, active, *, config: KDAConfig, norm_eps: float) -> tuple[jax.Array, KDAState]:
+def kda_token(x, weights: KDAWeights, state: KDAState, active, *, config: ModelConfig) -> tuple[jax.Array, KDAState]:
     """x [B,1,D] normed, active [B] bool or None (all) -> (y [B,1,D], the state after one token); inactive rows give 0 and keep theirs."""
     rows = jnp.arange(x.shape[0], dtype=jnp.int32)
     slots = None if active is None else jnp.where(active, rows, -1)
@@ -55,16 +53,16 @@ def kda_token(x, weights: KDAWeights, state: KDAState, active, *, config: KDACon
 
     def recur(q, k, v, raw_gate, beta_logits, A_log, dt_bias):
         token: Any = (part[:, 0] for part in (q, k, v, raw_gate, beta_logits))
-        o, new = kda_decode(*token, A_log=A_log, dt_bias=dt_bias, state=state.recurrent, lower_bound=config.lower_bound, slots=slots)
+        o, new = kda_decode(*token, A_log=A_log, dt_bias=dt_bias, state=state.recurrent, lower_bound=config.kda.lower_bound, slots=slots)
         return o[:, None], new
 
     ids = None if active is None else active.astype(jnp.int32)[:, None]
-    y, new = layer_around(x, weights, convolve, recur, norm_eps=norm_eps, state=state, segment_ids=ids, implementation=None)
+    y, new = layer_around(x, weights, convolve, recur, norm_eps=config.norm_eps, state=state, segment_ids=ids, implementation=None)
     assert new is not None
     return (y if active is None else jnp.where(active[:, None, None], y, 0)), new
 
 
-def mla_chunk(x, weights: MLAWeights, cache: LatentCache, starts, counts, rows=None, *, config: MLAConfig) -> tuple[jax.Array, LatentCache]:
+def mla_chunk(x, weights: MLAWeights, cache: LatentCache, starts, counts, rows, *, config: ModelConfig) -> tuple[jax.Array, LatentCache]:
     """x [B,T,D] normed, its first counts[b] tokens appended at starts[b] -> (y [B,T,D], 0 behind them, the cache with them).
 
     rows: as in kda_chunk.
@@ -73,21 +71,21 @@ def mla_chunk(x, weights: MLAWeights, cache: LatentCache, starts, counts, rows=N
     at = starts[:, None] + offset
     new = offset < counts[:, None]
     x = jnp.where(new[..., None], x, 0)
-    q, latent, shared_key = mla_project(x, weights, **_positions(config, at))
+    q, latent, shared_key = mla_project(x, weights, **_positions(config.mla, at))
     cache = _append(cache, latent, shared_key, jnp.where(new, at, cache.latent.shape[1]), rows)
     k_up, v_up = weights.k_up.astype(x.dtype), weights.v_up.astype(x.dtype)
     heads = cached_latent_attention(q, *cache, k_up, v_up, starts=starts, counts=counts, rows=rows)
     return mla_output(heads, x, weights), cache
 
 
-def mla_token(x, weights: MLAWeights, cache: LatentCache, lengths, active, *, config: MLAConfig) -> tuple[jax.Array, LatentCache]:
+def mla_token(x, weights: MLAWeights, cache: LatentCache, lengths, active, *, config: ModelConfig) -> tuple[jax.Array, LatentCache]:
     """x [B,1,D] normed, appended at lengths[b] -> (y [B,1,D], the cache); inactive rows give 0 and keep theirs."""
     at = lengths
     if active is not None:
         x = jnp.where(active[:, None, None], x, 0)
         at = jnp.where(active, lengths, cache.latent.shape[1])
         lengths = jnp.where(active, lengths, -1)
-    q, latent, shared_key = mla_project(x, weights, **_positions(config, lengths[:, None]))
+    q, latent, shared_key = mla_project(x, weights, **_positions(config.mla, lengths[:, None]))
     cache = _append(cache, latent, shared_key, at[:, None])
     k_up, v_up = weights.k_up.astype(x.dtype), weights.v_up.astype(x.dtype)
     heads = absorbed_latent_attention(q, *cache, k_up, v_up, lengths=lengths + 1)

@@ -5,7 +5,6 @@ Shapes: B rows, T tokens, V vocabulary, M MoE layers, k experts a token.
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -13,8 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from .cache import HybridCache, check_cache
-from .forward import embed, logits_of, run_layers
-from .mixers import kda_chunk, mla_chunk, over_mesh
+from .forward import Mixers, logits_of, run_layers
+from .mixers import kda_chunk, mla_chunk
 from .requests import at_least_one
 from .weights import Weights
 
@@ -89,23 +88,13 @@ def prefill_chunk(weights: Weights, cache: HybridCache, tokens, counts, *, rows=
     if rows is not None and weights.parallel is not None and weights.parallel.size("batch") > 1:
         raise ValueError("rows and a mesh that cuts rows exclude each other: give tokens for every row, with count 0 where there are none.")
     mask = jnp.arange(tokens.shape[1], dtype=jnp.int32) < counts[:, None]
-    layers = list(cache.layers)
-    config = weights.config
     starts = cache.lengths if rows is None else cache.lengths[rows]
-
-    def mix(index, layer, h):
-        if config.mixers[index] == "K":
-            call, per_row = partial(kda_chunk, config=config.kda, norm_eps=config.norm_eps), (counts, rows)
-        else:
-            call, per_row = partial(mla_chunk, config=config.mla), (starts, counts, rows)
-        y, layers[index] = over_mesh(weights.parallel, call, h, layer.mixer, layers[index], per_row)
-        return y
-
-    h, experts = run_layers(weights, embed(weights, tokens, mask), mix, mask, return_experts=return_experts)
+    mixers: Mixers = {"K": (kda_chunk, (counts, rows)), "M": (mla_chunk, (starts, counts, rows))}
+    h, layers, experts = run_layers(weights, cache, tokens, mask, mixers, return_experts=return_experts)
     last = jnp.take_along_axis(h, jnp.maximum(counts - 1, 0)[:, None, None], axis=1)[:, 0]
     logits = jnp.where((counts > 0)[:, None], logits_of(weights, last), 0)
     lengths = cache.lengths + counts if rows is None else cache.lengths.at[rows].add(counts)
-    return Step(logits, HybridCache(tuple(layers), lengths), experts)
+    return Step(logits, HybridCache(layers, lengths), experts)
 
 
 _jitted_chunk: Any = jax.jit(prefill_chunk, donate_argnames=("cache",), static_argnames=("return_experts",))

@@ -2,8 +2,9 @@
 
     POST /v1/completions, /v1/chat/completions     GET /v1/models, /healthz, /metrics
 
-`create_app` makes the application (Starlette), `moejax.infer.server_run.HttpServer` serves it: pip install 'moejax[serve]'. Nothing here
-knows who asks: there is no key and no encryption, so that it belongs on the loopback or behind something that has both.
+`create_app` makes the application (Starlette) of a `Service`, `moejax.infer.server_run.HttpServer` serves it: pip install
+'moejax[serve]'. Nothing here knows who asks: there is no key and no encryption, so that it belongs on the loopback or behind something
+that has both.
 
 An answer that breaks off in a stream (the engine failed, the server ends) is an event with an `error` in place of `[DONE]`. A client that
 goes away, or does not read for a minute, frees its slot at the next step of the engine.
@@ -33,7 +34,7 @@ from . import requests as engine_requests
 from .server_answers import Answer
 from .server_engine import EngineStopped, EngineThread
 from .server_metrics import ServerMetrics
-from .server_protocol import RETRY_AFTER, Ask, RequestError, bad, parse, unavailable
+from .server_protocol import Ask, RequestError, bad, busy, parse, unavailable
 from .server_reply import GONE, JsonResponse, Reply
 from .server_text import TextStream, Tokenizer
 
@@ -43,7 +44,17 @@ BODY_SECONDS = 30.0
 
 
 class Service:
-    """The engine's thread, the tokenizer and the counts behind one application; `create_app` says what the arguments are."""
+    """What stands behind one application: `engine` on a thread of its own, the tokenizer and the counts.
+
+    Args:
+      engine: `moejax.infer.engine.Engine`, or what has its submit, cancel, step, stats, slots, capacity and max_queue.
+      tokenizer: see `server_text.Tokenizer`.
+      model_name: what requests must name.
+      encode: text of a completion -> ids; None: `tokenizer.encode`. Here a beginning of text is put in front.
+      render: messages of a chat -> ids that end where the assistant begins; None: there are no chats. ValueError becomes a 400.
+      stop_ids, chat_stop_ids: ids that end an answer and give no text; None: a chat ends like a completion.
+      stall_seconds: a client that does not read for so long is cut off.
+    """
 
     def __init__(
         self,
@@ -51,20 +62,19 @@ class Service:
         tokenizer: Tokenizer,
         *,
         model_name: str,
-        encode: Callable[[str], Iterable[int]] | None,
-        render: Callable[[Sequence[Mapping[str, Any]]], Iterable[int]] | None,
-        stop_ids: Sequence[int],
-        chat_stop_ids: Sequence[int] | None,
-        stall_seconds: float,
+        encode: Callable[[str], Iterable[int]] | None = None,
+        render: Callable[[Sequence[Mapping[str, Any]]], Iterable[int]] | None = None,
+        stop_ids: Sequence[int] = (),
+        chat_stop_ids: Sequence[int] | None = None,
+        stall_seconds: float = 60.0,
     ):
-        self.tokenizer, self.model_name, self.capacity = tokenizer, model_name, int(engine.capacity)
+        self.engine, self.capacity = EngineThread(engine), int(engine.capacity)
+        self.tokenizer, self.model_name = tokenizer, model_name
         self.encode, self.render = encode or tokenizer.encode, render
         self.stop_ids = tuple(stop_ids)
         self.chat_stop_ids = self.stop_ids if chat_stop_ids is None else tuple(chat_stop_ids)
         self.stall_seconds, self.max_body = stall_seconds, max(LEAST_BODY, BODY_PER_TOKEN * self.capacity)
         self.metrics = ServerMetrics()
-        self.engine = EngineThread(engine, lambda: self.on_failure())
-        self.on_failure: Callable[[], None] = lambda: None
         self.draining = False
 
     async def drain(self, seconds: float) -> None:
@@ -87,14 +97,14 @@ class Service:
         arrived = time.monotonic()
         self._check_open()
         if self.engine.full:  # as `submit` would say, but after the body of up to a million tokens was read
-            raise _busy(f"{self.engine.engine.max_queue} requests wait, as many as max_queue allows; try again later.")
+            raise busy(f"{self.engine.engine.max_queue} requests wait, as many as max_queue allows; try again later.")
         body = await self._body(request)
         ask, wanted = await asyncio.to_thread(self._read, body, chat)  # a million tokens take a second to read
         self._check_open()
         try:
             job = self.engine.submit(wanted, arrived=arrived)
         except engine_requests.QueueFull as error:
-            raise _busy(str(error)) from None
+            raise busy(str(error)) from None
         except ValueError as error:
             raise bad(str(error)) from None
         except EngineStopped:
@@ -203,44 +213,8 @@ class Service:
         return response
 
 
-def _busy(reason: str) -> RequestError:
-    return RequestError(429, f"the server is busy: {reason}", code="queue_full", headers=RETRY_AFTER)
-
-
-def create_app(
-    engine: Any,
-    tokenizer: Tokenizer,
-    *,
-    model_name: str,
-    encode: Callable[[str], Iterable[int]] | None = None,
-    render: Callable[[Sequence[Mapping[str, Any]]], Iterable[int]] | None = None,
-    stop_ids: Sequence[int] = (),
-    chat_stop_ids: Sequence[int] | None = None,
-    stall_seconds: float = 60.0,
-) -> Starlette:
-    """The application over `engine`, which from its start to its end is stepped by a thread of the application.
-
-    Args:
-      engine: `moejax.infer.engine.Engine`, or what has its submit, cancel, step, stats, slots, capacity and max_queue.
-      tokenizer: see `server_text.Tokenizer`.
-      model_name: what requests must name.
-      encode: text of a completion -> ids; None: `tokenizer.encode`. Here a beginning of text is put in front.
-      render: messages of a chat -> ids that end where the assistant begins; None: there are no chats. ValueError becomes a 400.
-      stop_ids, chat_stop_ids: ids that end an answer and give no text; None: a chat ends like a completion.
-      stall_seconds: a client that does not read for so long is cut off.
-
-    The `Service` is `app.state.service`.
-    """
-    service = Service(
-        engine,
-        tokenizer,
-        model_name=model_name,
-        encode=encode,
-        render=render,
-        stop_ids=stop_ids,
-        chat_stop_ids=chat_stop_ids,
-        stall_seconds=stall_seconds,
-    )
+def create_app(service: Service) -> Starlette:
+    """The application, which from its start to its end has the service's engine stepped."""
 
     @contextlib.asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
@@ -257,6 +231,4 @@ def create_app(
         Route("/metrics", service.metrics_page, methods=["GET"]),
     ]
     handlers = {kind: service.refused for kind in (HTTPException, RequestError, ClientDisconnect, Exception)}
-    app = Starlette(routes=routes, exception_handlers=handlers, lifespan=lifespan)
-    app.state.service = service
-    return app
+    return Starlette(routes=routes, exception_handlers=handlers, lifespan=lifespan)

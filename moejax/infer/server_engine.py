@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from .requests import FINISHED, Request, Ticket
+from .requests import Request, Ticket
 
 logger = logging.getLogger(__name__)
 
@@ -43,21 +43,22 @@ class Job:
     def __init__(self, arrived: float) -> None:
         self.events: asyncio.Queue[Token | End | Gone] = asyncio.Queue()
         self.arrived = arrived  # of `time.monotonic`
-        self.ticket: Ticket | None = None
-        self.ended = False
+        self.ticket: Ticket  # the engine's, from `EngineThread.submit` on
 
 
 class EngineThread:
     """Steps an engine while it has work, and sleeps otherwise.
 
-    All methods but `close` are for the event loop's thread. on_failure: called there when the engine's thread dies of an error.
+    All methods but `close` are for the event loop's thread.
     """
 
-    def __init__(self, engine: Any, on_failure: Callable[[], None] = lambda: None):
-        self.engine, self._on_failure = engine, on_failure
+    def __init__(self, engine: Any):
+        self.engine = engine
         self.stats: dict[str, Any] = engine.stats()
         """As of the last step."""
         self.failure: BaseException | None = None
+        self.on_failure: Callable[[], None] = lambda: None
+        """Called on the event loop when the engine's thread has died of an error."""
         self._jobs: set[Job] = set()
         self._wake = threading.Condition()
         self._work = self._closing = False
@@ -96,7 +97,7 @@ class EngineThread:
 
     def cancel(self, job: Job) -> None:
         """Free the job's slot at the next step; nothing happens to one that has ended."""
-        if not job.ended and job.ticket is not None and job.ticket.state not in FINISHED:
+        if job in self._jobs:
             self.engine.cancel(job.ticket)
             self._notify()
 
@@ -153,11 +154,10 @@ class EngineThread:
         self.stats = stats
         for job, event in out:
             if isinstance(event, End):
-                job.ended = True
                 self._jobs.discard(job)
             job.events.put_nowait(event)
 
     def _fail(self) -> None:
         end = End("error", f"the engine failed: {type(self.failure).__name__}: {self.failure}")
         self._deliver([(job, end) for job in self._jobs], self.stats)
-        self._on_failure()
+        self.on_failure()

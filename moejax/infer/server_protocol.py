@@ -12,7 +12,6 @@ MOST_STOPS, LONGEST_STOP = 4, 256  # as the public service; the search for stops
 MOST_ID = 2**31 - 1  # int32: the engine checks ids against the vocabulary
 COMPLETION_TOKENS = 16  # the public service's default
 MESSAGE_FIELDS = ("role", "content", "tool_calls")
-INVALID, UNAVAILABLE = "invalid_request_error", "server_error"
 RETRY_AFTER = {"Retry-After": "1"}  # seconds
 
 
@@ -26,7 +25,7 @@ class RequestError(Exception):
         self.status, self.message, self.param, self.code, self.headers = status, message, param, code, dict(headers or {})
 
     def body(self) -> dict[str, Any]:
-        kind = "rate_limit_error" if self.status == 429 else INVALID if self.status < 500 else UNAVAILABLE
+        kind = "rate_limit_error" if self.status == 429 else "invalid_request_error" if self.status < 500 else "server_error"
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
 
@@ -97,6 +96,11 @@ def _ask(given: dict[str, Any], chat: bool) -> Ask:
 def bad(message: str, param: str | None = None, code: str | None = None) -> RequestError:
     """-> status 400."""
     return RequestError(400, message, param=param, code=code)
+
+
+def busy(reason: str) -> RequestError:
+    """-> status 429."""
+    return RequestError(429, f"the server is busy: {reason}", code="queue_full", headers=RETRY_AFTER)
 
 
 def unavailable(reason: str) -> RequestError:

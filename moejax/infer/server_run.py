@@ -5,15 +5,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
-import threading
 from types import FrameType
-from typing import Any
 
 try:
     import uvicorn
     from uvicorn.protocols.http.h11_impl import H11Protocol
 except ImportError as error:
     raise ImportError("the server needs starlette and uvicorn: pip install 'moejax[serve]'") from error
+
+from .server import Service, create_app
 
 LAST_SECONDS = 5  # for answers to leave after the engine has ended them
 KEEP_ALIVE_SECONDS = 30
@@ -23,7 +23,7 @@ BACKLOG = 2048
 
 
 class HttpServer:
-    """One application of `create_app` on one socket, which is bound at once: connections wait there until `run`.
+    """The application of a `Service` on one socket, which is bound at once: connections wait there until `run`.
 
     SIGTERM, SIGINT (when `run` is on the main thread) or `stop` end it: new requests get a 503, those that run have `grace` seconds to
     finish and are cut off then, with an error as their last event. A second signal cuts them off at once.
@@ -40,19 +40,18 @@ class HttpServer:
     Raises ValueError: an address or port that cannot be had.
     """
 
-    def __init__(self, app: Any, *, host: str = "127.0.0.1", port: int = 8000, grace: float = 30.0):
+    def __init__(self, service: Service, *, host: str = "127.0.0.1", port: int = 8000, grace: float = 30.0):
         if not 0 <= port <= 65535:
             raise ValueError(f"port is {port}; it must lie in [0, 65535] (0: any free one).")
         if not grace >= 0:
             raise ValueError(f"grace is {grace}; it must be at least 0 seconds.")
-        self._service, self._grace = app.state.service, grace
+        self._service, self._grace = service, grace
         self._socket = _bind(host, port)
         self.port: int = self._socket.getsockname()[1]
         self.url = f"http://{f'[{host}]' if ':' in host else host}:{self.port}"
-        self.started = threading.Event()
-        engine = self._service.engine.engine
+        engine = service.engine.engine
         config = uvicorn.Config(
-            app,
+            create_app(service),
             http=_Connection,
             ws="none",
             lifespan="on",
@@ -87,33 +86,29 @@ class HttpServer:
 
     async def _serve(self) -> None:
         self._loop = asyncio.get_running_loop()
-        self._service.on_failure = self.stop
+        self._service.engine.on_failure = self.stop
         if self._asked:  # before the loop was there
             self._stop()
         await self._server.serve(sockets=[self._socket])
 
     def _stop(self) -> None:
         if self._ending is None:
-            self._ending = asyncio.ensure_future(self._end(self._grace))
+            self._ending = asyncio.ensure_future(self._end())
         elif self._asked > 1:
             self._service.engine.cancel_all()
 
-    async def _end(self, grace: float) -> None:
-        await self._service.drain(0.0 if self._service.engine.failure is not None else grace)
+    async def _end(self) -> None:
+        await self._service.drain(self._grace if self._service.engine.failure is None else 0.0)
         self._server.should_exit = True
 
 
 class _Server(uvicorn.Server):
-    """uvicorn's, which tells when it listens, and leaves signals to `HttpServer`: by itself it would refuse connections at once, and
-    raise the signal again at the end, so that the exit status is never 0."""
+    """uvicorn's, which leaves signals to `HttpServer`: by itself it would refuse connections at once, and raise the signal again at the
+    end, so that the exit status is never 0."""
 
     def __init__(self, config: uvicorn.Config, owner: HttpServer):
         super().__init__(config)
         self._owner = owner
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets=sockets)
-        self._owner.started.set()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         self._owner.stop()

@@ -44,8 +44,6 @@ class ByteDecoder:
         self._tokenizer, self._utf8 = tokenizer, codecs.getincrementaldecoder("utf-8")("replace")
 
     def add(self, token: int) -> str:
-        if token >= self._tokenizer.vocab_size:
-            return ""  # a model's table may be larger than its tokenizer
         return self._utf8.decode(self._tokenizer.decode_bytes([token]))
 
     def end(self) -> str:
@@ -63,8 +61,6 @@ class WindowDecoder:
         self._begin = self._sent = 0
 
     def add(self, token: int) -> str:
-        if token >= self._tokenizer.vocab_size:
-            return ""
         self._ids.append(token)
         return self._more(final=len(self._ids) - self._sent >= LONGEST_CHARACTER)
 
@@ -116,7 +112,7 @@ class TextStream:
 
     def __init__(self, tokenizer: Any, stops: Sequence[str] = ()):
         self._decoder = ByteDecoder(tokenizer) if is_byte_level(tokenizer) else WindowDecoder(tokenizer)
-        self._stop = StopText(stops)
+        self._stop, self._vocab_size = StopText(stops), tokenizer.vocab_size
         self.decoded = 0
         """Characters decoded, those that wait or were cut included."""
         self.sent = 0
@@ -128,6 +124,8 @@ class TextStream:
 
     def add(self, token: int) -> str:
         """-> the text that may be sent now, often ""."""
+        if token >= self._vocab_size:
+            return ""  # a model's table may be larger than its tokenizer
         return self._out(self._decoder.add(token))
 
     def end(self) -> str:

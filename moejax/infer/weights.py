@@ -9,7 +9,7 @@ Shapes: D model width, V vocabulary, E experts.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
@@ -26,8 +26,8 @@ from ..ops.mxfp4 import mxfp4_fake_quant
 from ..parallel.layers import MOE_NAMES, ModelParallel
 from ..shapes import KDA_FLOAT32
 
-# Read in float32 whatever the compute dtype: norms, gates, the depth queries and the router (its product is float32).
-WIDE = (*KDA_FLOAT32, "weight", "norm_weight", "query", "q_norm", "kv_norm", "latent_norm", "router", "bias")
+# Of a mixer or a feed-forward, kept as stored whatever the compute dtype: norms, gates and the router (its product is float32).
+WIDE = (*KDA_FLOAT32, "q_norm", "kv_norm", "latent_norm", "router")
 
 
 class DepthQuery(NamedTuple):
@@ -145,10 +145,10 @@ def _check_variables(variables: Mapping[str, Any], config: ModelConfig) -> None:
 def _take_apart(params, router_state, *, config: ModelConfig, dtype: str):
     cast = partial(_cast, dtype=jnp.dtype(dtype))
     layers = []
-    for index, spec in enumerate(layer_specs(config)):
-        own = _layer_tree(params, config, index)
+    for spec, place in zip(layer_specs(config), _places(config), strict=True):
+        own = place(params)
         sub = own["sub"]
-        bias = None if spec.dense else _layer_tree(router_state, config, index)["sub"]["ffn"]["bias"]
+        bias = None if spec.dense else place(router_state)["sub"]["ffn"]["bias"]
         mixer = {name: cast(name, value) for name, value in sub["mixer"].items()}
         ffn = {name: cast(name, value) for name, value in _rounded_experts(sub["ffn"], config).items()}
         kind: Any = KDAWeights if spec.mixer == "K" else MLAWeights
@@ -171,13 +171,16 @@ def _cast(name: str, value, *, dtype):
     return value if name in WIDE or not jnp.issubdtype(value.dtype, jnp.floating) else value.astype(dtype)
 
 
-def _layer_tree(tree, config: ModelConfig, index: int) -> Any:
-    """The parameters of layer `index` out of the stacks."""
+def _places(config: ModelConfig) -> list[Callable[[Any], Any]]:
+    """One function a layer, first to last: its part of a collection, out of the stacks."""
     if config.residual == "full":
-        return tree["stack"][f"layer_{index}"]
-    location = layer_locations(config)[index]
-    group, run, layer = location.path
-    return jax.tree.map(lambda leaf: leaf[location.index], tree["stack"][group][run][layer])
+        return [lambda tree, name=f"layer_{index}": tree["stack"][name] for index in range(config.layers)]
+
+    def out_of_stack(tree, location):
+        group, run, layer = location.path
+        return jax.tree.map(lambda leaf: leaf[location.index], tree["stack"][group][run][layer])
+
+    return [partial(out_of_stack, location=location) for location in layer_locations(config)]
 
 
 def _query(tree, name: str) -> DepthQuery | None:

@@ -179,14 +179,15 @@ def padded_width(key_width: int, value_width: int) -> int:
     return -(-max(key_width, value_width) // 8) * 8
 
 
-def _widen(x, width):
+def widen(x, width):
+    """Zero columns up to `width` at the end of the last axis."""
     return x if x.shape[-1] == width else jnp.pad(x, ((0, 0),) * (x.ndim - 1) + ((0, width - x.shape[-1]),))
 
 
 def cudnn_attention(q, k, v, *, scale: float, causal: bool, implementation: Any = "cudnn"):
     """q [B,T,H,K], k [B,S,J,K], v [B,S,J,V] -> [B,T,H,V]. Zero columns add 0 to the scores; those of v are cut off."""
     width = padded_width(k.shape[-1], v.shape[-1])
-    wide = (_widen(x, width) for x in (q, k, v))
+    wide = (widen(x, width) for x in (q, k, v))
     out = jax.nn.dot_product_attention(*wide, scale=scale, is_causal=causal, implementation=implementation)
     return out[..., : v.shape[-1]]
 
@@ -252,7 +253,7 @@ def cudnn_packed(q, k, v, own: Runs, *, scale: float):
     width = padded_width(k.shape[-1], v.shape[-1])
     offsets, lengths = run_offsets(own, MOST_RUNS)
     out: Any = dot_product_attention(
-        *(_widen(x, width) for x in (q, k, v)),
+        *(widen(x, width) for x in (q, k, v)),
         q_seqlen=lengths,
         kv_seqlen=lengths,
         q_offsets=offsets,

@@ -28,9 +28,7 @@ class PackedExperts(NamedTuple):
     scales: Any  # [E,out,in/32] uint8
 
 
-def expert_mlp(
-    x, experts, weights, w_gate, w_up, w_down, *, activation=situ_glu, mask=None, implementation=None
-) -> jax.Array:
+def expert_mlp(x, experts, weights, w_gate, w_up, w_down, *, activation=situ_glu, mask=None, implementation=None) -> jax.Array:
     """Weighted sum over each token's experts of `activation(x w_gate[e], x w_up[e]) w_down[e]`.
 
     Every distribution is exact: no token is dropped when all choose one expert, and an expert without tokens gets
@@ -70,19 +68,14 @@ def check_expert_mlp(x, experts, weights, w_gate, w_up, w_down, mask):
     E, L, F = gate
     if x.shape[1] != L or up != (E, L, F) or down != (E, F, L) or 0 in (*x.shape, *gate):
         raise ValueError(
-            f"x {x.shape}, w_gate {gate}, w_up {up}, w_down {down}: they must be [N,L], [E,L,F], [E,L,F], [E,F,L] with no "
-            "empty axis."
+            f"x {x.shape}, w_gate {gate}, w_up {up}, w_down {down}: they must be [N,L], [E,L,F], [E,L,F], [E,F,L] with no empty axis."
         )
     if experts.shape != weights.shape or experts.shape[0] != x.shape[0] or experts.shape[1] < 1:
-        raise ValueError(
-            f"experts {experts.shape} and weights {weights.shape} must both be [N,k] with N = {x.shape[0]}."
-        )
+        raise ValueError(f"experts {experts.shape} and weights {weights.shape} must both be [N,k] with N = {x.shape[0]}.")
     if experts.dtype != jnp.int32:
         raise ValueError(f"experts has dtype {experts.dtype}; it must be int32.")
     if mask is not None and (mask.shape != x.shape[:1] or mask.dtype != jnp.bool_):
-        raise ValueError(
-            f"mask has shape {mask.shape} and dtype {mask.dtype}; it must be bool of shape [{x.shape[0]}]."
-        )
+        raise ValueError(f"mask has shape {mask.shape} and dtype {mask.dtype}; it must be bool of shape [{x.shape[0]}].")
 
 
 def _check_matrices(x, **matrices) -> list[tuple[int, int, int]]:
@@ -141,7 +134,7 @@ def _reference(x, experts, weights, w_gate, w_up, w_down, mask, activation):
 
     def add(total, expert):
         index, gate, up, down = expert
-        y = _mlp(x, _matrix(gate, x.dtype), _matrix(up, x.dtype), _matrix(down, x.dtype), activation)
+        y = mlp(x, _matrix(gate, x.dtype), _matrix(up, x.dtype), _matrix(down, x.dtype), activation)
         chosen = experts == index
         factor = jnp.sum(jnp.where(chosen, weights.astype(dtype), 0), axis=1, keepdims=True)
         return total + jnp.where(chosen.any(1, keepdims=True), factor * y.astype(dtype), 0), None
@@ -156,12 +149,14 @@ def _reference(x, experts, weights, w_gate, w_up, w_down, mask, activation):
     return total.astype(x.dtype)
 
 
-def _mlp(x, w_gate, w_up, w_down, activation):
-    hidden = activation(_product(x, w_gate), _product(x, w_up))
-    return _product(hidden, w_down)
+def mlp(x, w_gate, w_up, w_down, activation):
+    """activation(x w_gate, x w_up) w_down, with any leading axes that matmul broadcasts."""
+    hidden = activation(product(x, w_gate), product(x, w_up))
+    return product(hidden, w_down)
 
 
-def _product(a, b):
+def product(a, b):
+    """a @ b, summed in the accumulation dtype and rounded to a's."""
     return jnp.matmul(a, b, preferred_element_type=accumulation_dtype(a, b)).astype(a.dtype)
 
 
@@ -205,9 +200,9 @@ def blocked_forward(x, experts, weights, w_gate, w_up, w_down, mask, activation)
     def body(block, carry):
         gates, ups, outs = carry
         x_block = blocks.read_rows(x_rows, plan, block)
-        gate = _product(x_block, _block_matrix(w_gate, plan, block, x.dtype))
-        up = _product(x_block, _block_matrix(w_up, plan, block, x.dtype))
-        out = _product(activation(gate, up), _block_matrix(w_down, plan, block, x.dtype))
+        gate = product(x_block, _block_matrix(w_gate, plan, block, x.dtype))
+        up = product(x_block, _block_matrix(w_up, plan, block, x.dtype))
+        out = product(activation(gate, up), _block_matrix(w_down, plan, block, x.dtype))
 
         def write(into, value):
             return blocks.write_rows(into, value, plan, block)
@@ -270,7 +265,7 @@ def blocked_gradients(saved, dy, activation):
         x_block, d_out = read(x_rows), read(d_outs)
         gate_w, up_w, down_w = (_block_matrix(w, plan, block, x.dtype).T for w in matrices)
         hidden, pull = jax.vjp(activation, read(gates), read(ups))
-        d_gate, d_up = pull(_product(d_out, down_w).astype(hidden.dtype))
+        d_gate, d_up = pull(product(d_out, down_w).astype(hidden.dtype))
         dx = blocks.write_rows(dx, _wide(d_gate, gate_w) + _wide(d_up, up_w), plan, block)
         if packed:
             return dx, d_matrices
@@ -322,7 +317,7 @@ def router_logits(x, router):
 
 def gated_mlp(x, w_gate, w_up, w_down, *, activation=situ_glu):
     """Dense `activation(x w_gate, x w_up) w_down`: x [...,D], [D,S], [D,S], [S,D] -> [...,D]; casts to x's dtype."""
-    return _mlp(x, w_gate.astype(x.dtype), w_up.astype(x.dtype), w_down.astype(x.dtype), activation)
+    return mlp(x, w_gate.astype(x.dtype), w_up.astype(x.dtype), w_down.astype(x.dtype), activation)
 
 
 def latent_moe(
@@ -419,9 +414,7 @@ def check_layer(x, weights, mask, *, shards: int = 1):
     if x.ndim < 2:
         raise ValueError(f"x has shape {x.shape}; it must be [N,D] or [...,D].")
     if mask is not None and (tuple(mask.shape) != x.shape[:-1] or mask.dtype != jnp.bool_):
-        raise ValueError(
-            f"mask has shape {mask.shape} and dtype {mask.dtype}; it must be bool of shape {x.shape[:-1]}."
-        )
+        raise ValueError(f"mask has shape {mask.shape} and dtype {mask.dtype}; it must be bool of shape {x.shape[:-1]}.")
     D, E = x.shape[-1], shards * num_experts(weights.w_gate)
     if tuple(weights.router.shape) != (D, E):
         raise ValueError(f"router has shape {weights.router.shape}; it must be [D,E] = ({D}, {E}).")

@@ -17,7 +17,7 @@ from jax import lax
 from moejax.kernels.common import accumulation_dtype
 from moejax.kernels.varying import match_varying
 from moejax.ops.activations import situ_glu
-from moejax.ops.experts import PackedExperts, check_expert_mlp, num_experts, sort_by_expert
+from moejax.ops.experts import PackedExperts, check_expert_mlp, mlp, num_experts, sort_by_expert
 from moejax.ops.mxfp4 import mxfp4_decode
 
 FORMS = ("gather", "all", "slots")
@@ -211,16 +211,18 @@ def _slots(x, experts, weights, mask, matrices, activation):
 
 def _batched(rows, matrices, activation):
     """rows [E,n,L] through their experts. Packed experts are decoded a group at a time."""
-    if not isinstance(matrices[0], PackedExperts):
-        return _mlp(rows, matrices, activation)
+
+    def through(part):
+        rows, matrices = part
+        return mlp(rows, *(_decoded(w, rows.dtype) for w in matrices), activation=activation)
+
     E = rows.shape[0]
     most = max(TEMPORARY_BYTES // _expert_bytes(matrices, rows.dtype.itemsize), 1)
     group = next(g for g in range(min(most, E), 0, -1) if E % g == 0)
-
-    if group == E:
-        return _mlp(rows, matrices, activation)
+    if group == E or not isinstance(matrices[0], PackedExperts):
+        return through((rows, matrices))
     parts = jax.tree.map(lambda a: a.reshape(E // group, group, *a.shape[1:]), (rows, matrices))
-    return lax.map(lambda part: _mlp(part[0], part[1], activation), parts).reshape(rows.shape)
+    return lax.map(through, parts).reshape(rows.shape)
 
 
 def _widths(w) -> tuple[int, int]:
@@ -233,16 +235,6 @@ def _widths(w) -> tuple[int, int]:
 def _decoded(w, dtype):
     """[...,in,out] in dtype of an array or PackedExperts, whose rows are outputs."""
     return jnp.swapaxes(mxfp4_decode(*w, dtype=dtype), -1, -2) if isinstance(w, PackedExperts) else w
-
-
-def _mlp(rows, matrices, activation):
-    """[b,n,L] through [b,L,F], [b,L,F], [b,F,L], or packed ones."""
-    w_gate, w_up, w_down = (_decoded(w, rows.dtype) for w in matrices)
-    return _product(activation(_product(rows, w_gate), _product(rows, w_up)), w_down)
-
-
-def _product(a, b):
-    return jnp.matmul(a, b, preferred_element_type=accumulation_dtype(a, b)).astype(a.dtype)
 
 
 def _sum(values, row, weights):

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from moejax.kernels.common import accumulation_dtype, require_float, require_rank
 from moejax.kernels.latent_decode import latent_decode
-from moejax.ops.attention import attention, check_block, check_segment_ids
+from moejax.ops.attention import attention, check_segment_ids
 from moejax.ops.norms import rms_norm
 from moejax.ops.rotary import rotary
 
@@ -56,9 +56,7 @@ def gated_mla(x, weights, *, segment_ids=None, scale=None, positions=None, rotar
     check_segment_ids(segment_ids, x.shape[:2])
     if segment_ids is not None:
         x = jnp.where((segment_ids > 0)[:, :, None], x, 0)
-    q, latent, shared_key = mla_project(
-        x, weights, positions=positions, rotary_base=rotary_base, rotary_scale=rotary_scale
-    )
+    q, latent, shared_key = mla_project(x, weights, positions=positions, rotary_base=rotary_base, rotary_scale=rotary_scale)
     k_up, v_up = weights.k_up.astype(x.dtype), weights.v_up.astype(x.dtype)
     heads = latent_attention(q, latent, shared_key, k_up, v_up, scale=scale, segment_ids=segment_ids)
     return mla_output(heads, x, weights)
@@ -120,9 +118,7 @@ def latent_attention(q, latent, shared_key, k_up, v_up, *, scale=None, segment_i
     """
     check_latent(q, latent, shared_key, k_up, v_up)
     if q.shape[1] != latent.shape[1]:
-        raise ValueError(
-            f"{q.shape[1]} queries and {latent.shape[1]} latents: the expanded form needs one latent a query."
-        )
+        raise ValueError(f"{q.shape[1]} queries and {latent.shape[1]} latents: the expanded form needs one latent a query.")
     check_segment_ids(segment_ids, q.shape[:2])
     if segment_ids is not None:  # before the projections, or a NaN would reach the gradient of k_up and v_up
         real = (segment_ids > 0)[:, :, None]
@@ -160,30 +156,12 @@ def absorbed_latent_attention(
       NotImplementedError: an implementation that cannot run, with the reason.
     """
     check_latent(q, latent, shared_key, k_up, v_up)
-    batch, cached = latent.shape[:2]
-    if tuple(lengths.shape) != (batch,) or not jnp.issubdtype(lengths.dtype, jnp.integer):
-        raise ValueError(
-            f"lengths has shape {lengths.shape} and dtype {lengths.dtype}; it must be integers of shape [{batch}]."
-        )
-    if valid is not None and (tuple(valid.shape) != (batch, cached) or valid.dtype != jnp.bool_):
-        raise ValueError(
-            f"valid has shape {valid.shape} and dtype {valid.dtype}; it must be bool of shape [{batch},{cached}]."
-        )
-    check_block(block)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     dtype = accumulation_dtype(q, latent)
     q_latent = jnp.einsum("bthn,chn->bthc", q[..., : k_up.shape[2]], k_up, preferred_element_type=dtype)
     q_all = jnp.concatenate([q_latent.astype(latent.dtype), q[..., k_up.shape[2] :]], -1)
-    summed = latent_decode(
-        q_all,
-        latent,
-        shared_key,
-        lengths,
-        valid=valid,
-        scale=scale,
-        block=block or CACHE_BLOCK,
-        implementation=implementation,
-    )
+    options = {"valid": valid, "scale": scale, "block": CACHE_BLOCK if block is None else block, "implementation": implementation}
+    summed = latent_decode(q_all, latent, shared_key, lengths, **options)
     return jnp.einsum("bthc,chv->bthv", summed, v_up)
 
 
@@ -223,6 +201,4 @@ def _check_layer(x, weights):
     for name, shape in expected.items():
         weight = getattr(weights, name)
         if weight is not None and tuple(weight.shape) != shape:
-            raise ValueError(
-                f"{name} has shape {tuple(weight.shape)}; with x {x.shape} and the other weights it must be {shape}."
-            )
+            raise ValueError(f"{name} has shape {tuple(weight.shape)}; with x {x.shape} and the other weights it must be {shape}.")

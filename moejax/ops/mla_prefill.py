@@ -19,7 +19,7 @@ from jax import lax
 from moejax.kernels.common import accumulation_dtype, require_rank
 from moejax.kernels.varying import match_varying
 from moejax.ops.attention import check_block, from_blocks, online_step, split_rows, take_block, to_blocks
-from moejax.ops.attention_gpu import AttentionChoice, AttentionFacts, attention_implementation, padded_width
+from moejax.ops.attention_gpu import AttentionChoice, AttentionFacts, attention_implementation, padded_width, widen
 from moejax.ops.mla import CACHE_BLOCK, check_latent
 
 QUERY_ROWS = 512  # queries a step of the blockwise form: with 1024 entries, 2 MB of float32 scores a head
@@ -170,8 +170,8 @@ def fused_prefill(
     width, value_width = fused_widths(q.shape[3], V, implementation)
     block = min(block or fused_block(q.shape[0] * q.shape[2], width + value_width, q.dtype.itemsize), S)
     real = (jnp.arange(T, dtype=jnp.int32) < counts[:, None])[:, :, None]  # [B,T,1]
-    q = _widen(jnp.where(real[..., None], q, 0), width)
-    key_map, value_map = _key_map(k_up, shared_key.shape[2], width), _widen(v_up, value_width)
+    q = widen(jnp.where(real[..., None], q, 0), width)
+    key_map, value_map = _key_map(k_up, shared_key.shape[2], width), widen(v_up, value_width)
     part = partial(fused_part, scale=scale, implementation=implementation)
     dtype = accumulation_dtype(q, latent)
 
@@ -233,10 +233,6 @@ def fused_widths(key_width: int, value_width: int, implementation: str) -> tuple
     return width, padded_width(value_width, value_width) if check_cudnn_version() >= UNEQUAL_WIDTHS else width
 
 
-def _widen(x, width):
-    return jnp.pad(x, ((0, 0),) * (x.ndim - 1) + ((0, width - x.shape[-1]),))
-
-
 def _key_map(k_up, shared, width):
     """Map [C+R,H,W] from (latent, shared key) to keys, zero columns included.
 
@@ -246,7 +242,7 @@ def _key_map(k_up, shared, width):
     _, H, N = k_up.shape
     below = jnp.zeros((shared, H, width), k_up.dtype)
     eye = jnp.broadcast_to(jnp.eye(shared, dtype=k_up.dtype)[:, None], (shared, H, shared))
-    return jnp.concatenate([_widen(k_up, width), below.at[:, :, N : N + shared].set(eye)])
+    return jnp.concatenate([widen(k_up, width), below.at[:, :, N : N + shared].set(eye)])
 
 
 def fused_part(q, k, v, *, scale: float, mask: str, lengths=(None, None), implementation: Any = "cudnn"):

@@ -2,18 +2,15 @@
 
 import collections
 import hashlib
-import json
 import re
 
 import numpy as np
 import pytest
 
 from moejax.data import ByteTokenizer
-from moejax.data.ruler import RULER_TASKS, make_filler, ruler_samples
-from moejax.data.ruler_parts import EVAL_BINS, RulerFiller, depth_split, places_of, word_split, words_of
-from moejax.data.ruler_source import RulerSource
+from moejax.data.ruler import RULER_TASKS, ruler_samples
+from moejax.data.ruler_parts import DEPTH_BINS, EVAL_BINS, RulerFiller, places_of, word_split, words_of
 from moejax.data.ruler_tasks import CommonWords, FrequentWords, Needles, Variables
-from moejax.data.sources import Source
 
 BYTES = ByteTokenizer()
 TEXT = "".join(f"Some line {chr(97 + i % 26) * 3} of text, to read through. " for i in range(200))
@@ -63,8 +60,7 @@ def text_of(sample, tokenizer=BYTES):
 @pytest.mark.parametrize("own_text", [False, True])
 def test_exact_length_and_the_answer_determined_by_the_prompt(task, own_text):
     filler = RulerFiller(BYTES, TEXT if own_text else None, words="made up")
-    lengths = (1000, 1031, 2500)
-    for length in lengths:
+    for length in (1000, 1031, 2500):
         for sample in ruler_samples(task, length=length, count=4, seed=3, filler=filler):
             assert len(sample.prompt_tokens) + len(sample.answer_tokens) == sample.length == length
             assert sample.prompt_tokens.dtype == sample.answer_tokens.dtype == np.int32
@@ -111,7 +107,7 @@ def test_answers_are_in_the_order_of_the_text_or_of_the_question():
 
 
 def test_depth_is_the_share_of_filler_before_the_asked_needle():
-    filler, lone = make_filler(), set()
+    filler, lone = RulerFiller(), set()
     for sample in ruler_samples("niah_single_2", length=600, count=40, filler=filler):
         start = text_of(sample).index(f" is {sample.answers[0]}.") - len("\nbakide")
         room = 600 - len("\nbakide is 123456.\n") - len("\n? bakide is 123456.\n") - 2
@@ -145,6 +141,10 @@ def test_train_and_eval_share_no_key_value_word_or_depth():
         assert not seen["train"][1] & seen["eval"][1]
 
 
+def depth_split(depth):
+    return "eval" if min(int(depth * DEPTH_BINS + 1e-9), DEPTH_BINS - 1) in EVAL_BINS else "train"
+
+
 def needle_depths(text, answers):
     """Share of the filler before each asked needle."""
     context = text.rpartition("\n? ")[0]
@@ -167,7 +167,7 @@ def test_places_belong_to_one_split():
 
 
 def test_samples_are_functions_of_their_number():
-    filler = make_filler()
+    filler = RulerFiller()
     for task in RULER_TASKS:
         whole = ruler_samples(task, length=1200, count=5, seed=9, filler=filler)
         part = ruler_samples(task, length=1200, count=2, first=3, seed=9)
@@ -228,37 +228,6 @@ def test_the_same_samples_everywhere():
     assert digest.hexdigest() == "b3d54124d1316106a20dc648fbe813d6af7a26d2462dd2281fb72240d68cf765"
 
 
-def test_the_source_keeps_the_protocol_and_learns_answers_alone():
-    tasks = ["niah_multikey_1", "cwe", ("vt of 2", Variables(chains=2))]
-    source = RulerSource("ruler", length=900, seed=2, documents=7, tasks=tasks)
-    twin = RulerSource("ruler", length=900, seed=2, documents=7, tasks=tasks, filler=make_filler())
-    assert isinstance(source, Source) and len(source) == 7 and source.lengths().tolist() == [900] * 7
-    for i in (6, 0, 4):
-        document, (name, spec) = source[i], source.tasks[i % 3]
-        sample = ruler_samples((name, spec), length=900, count=1, split="train", seed=2, first=i // 3)[0]
-        assert document.ids.tolist() == [*sample.prompt_tokens, *sample.answer_tokens] == twin[i].ids.tolist()
-        assert document.ids[document.mask].tolist() == sample.answer_tokens.tolist()
-    assert json.loads(json.dumps(source.fingerprint())) == source.fingerprint() == twin.fingerprint()
-    changed = [
-        RulerSource("ruler", length=900, seed=2, documents=7, tasks=tasks, filler=RulerFiller(BYTES, TEXT, words="made up"), loss="all"),
-        RulerSource("ruler", length=900, seed=2, documents=7, tasks=[*tasks[:2], ("vt of 2", Variables(chains=3))]),
-        RulerSource("ruler", length=900, seed=2, documents=7, tasks=tasks, filler=RulerFiller(BYTES, words=[f"w{i}" for i in range(999)])),
-    ]
-    prints = [json.dumps(s.fingerprint()) for s in [source, *changed]]
-    assert len(set(prints)) == 4 and changed[0][0].mask is None
-    for settings, message in (
-        ({"tasks": []}, "0 tasks"),
-        ({"loss": "some"}, 'loss "answer"'),
-        ({"tasks": ["fwe", "cwe"], "length": 500}, "short"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            RulerSource("ruler", **{"length": 900, "seed": 2, "documents": 7, **settings})
-    with pytest.raises(ValueError, match="leave it out"):
-        RulerSource("ruler", length=900, seed=2, documents=1, filler=make_filler(), tokenizer=BYTES)
-    with pytest.raises(IndexError, match="documents 0 to 6"):
-        source[7]
-
-
 @pytest.mark.parametrize(
     ("ask", "message"),
     [
@@ -272,7 +241,7 @@ def test_the_source_keeps_the_protocol_and_learns_answers_alone():
         (lambda: ruler_samples("cwe", length=500, count=1), "too short"),
         (lambda: ruler_samples("fwe", length=150, count=1), "too short"),
         (lambda: ruler_samples("cwe", length=900, count=1, filler=TEXT), "words; at least 20 are needed"),
-        (lambda: ruler_samples("vt", length=500, count=1, tokenizer=BYTES, filler=make_filler()), "leave it out"),
+        (lambda: ruler_samples("vt", length=500, count=1, tokenizer=BYTES, filler=RulerFiller()), "leave it out"),
         (lambda: ruler_samples(("x", Needles("hay")), length=500, count=1), 'haystack "noise"'),
         (lambda: ruler_samples(("x", Needles("needles", keys=4)), length=500, count=1), "one asked key"),
         (lambda: ruler_samples(("x", Needles(keys=4, digits=1)), length=500, count=1), "more digits"),

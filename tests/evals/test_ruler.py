@@ -10,7 +10,8 @@ import pytest
 
 from moejax import HybridLM
 from moejax.data import ByteTokenizer
-from moejax.data.ruler import RULER_TASKS, make_filler, ruler_samples
+from moejax.data.ruler import RULER_TASKS, ruler_samples
+from moejax.data.ruler_parts import RulerFiller
 from moejax.data.ruler_tasks import Variables
 from moejax.evals import texts
 from moejax.evals.ruler import RulerTable, ruler, score
@@ -19,19 +20,6 @@ from moejax.infer import generate
 BYTES = ByteTokenizer()
 LENGTHS = (1000, 2048)
 COUNT = 6
-
-
-def perfect(prompts, max_new_tokens):
-    """Knows the answer of every prompt asked in this file."""
-    return [KNOWN[prompt.tobytes()] for prompt in prompts]
-
-
-KNOWN = {
-    sample.prompt_tokens.tobytes(): BYTES.decode(sample.answer_tokens)
-    for task in RULER_TASKS
-    for length in LENGTHS
-    for sample in ruler_samples(task, length=length, count=COUNT, seed=5)
-}
 
 
 def nearest(prompts, max_new_tokens):
@@ -49,7 +37,10 @@ def nearest(prompts, max_new_tokens):
 
 @pytest.fixture(scope="module")
 def table():
-    return ruler(perfect, lengths=LENGTHS, count=COUNT, batch=4, seed=5)
+    """Of a model that knows the answer of every prompt."""
+    made = [ruler_samples(task, length=length, count=COUNT, seed=5) for task in RULER_TASKS for length in LENGTHS]
+    known = {sample.prompt_tokens.tobytes(): BYTES.decode(sample.answer_tokens) for samples in made for sample in samples}
+    return ruler(lambda prompts, most: [known[prompt.tobytes()] for prompt in prompts], lengths=LENGTHS, count=COUNT, batch=4, seed=5)
 
 
 def test_a_model_that_finds_all_scores_one(table):
@@ -117,7 +108,7 @@ def test_another_tokenizer_and_text():
 
     text = "".join(f"Line {i} of a text that goes on for a while.\n" for i in range(300))
     bpe = train_bpe([text, "0123456789 is are values of the\n" * 9], 320)
-    filler = make_filler(bpe, text)
+    filler = RulerFiller(bpe, text)
     seen = []
 
     def generate(prompts, most):

@@ -39,7 +39,7 @@ def conversation(loaded):
 @pytest.fixture
 def terminal(monkeypatch, loaded, conversation):
     """terminal(lines, *arguments): run the command line with these lines typed, on the shapes that are compiled already."""
-    monkeypatch.setattr(cli, "load_model", lambda **options: loaded)
+    monkeypatch.setattr(cli.Generate, "load", lambda _: loaded)
     monkeypatch.setattr(answering, "prepare", lambda model, variables: conversation.weights)
 
     def run(lines, *arguments):
@@ -72,9 +72,8 @@ def test_a_kept_cache_is_a_fresh_reading(loaded, conversation):
     """Three turns, the first cut short by Ctrl-C, the last one sampled: each answer is that to the whole dialog read anew."""
     conversation.clear()
     dialog, tokens = play(conversation, "hello", cut=2)
-    assert (
-        dialog == chat_ids(TOKENIZER, [{"role": "user", "content": "hello"}]) and tokens == fresh(loaded, conversation, dialog, most=5)[:2]
-    )
+    assert dialog == chat_ids(TOKENIZER, [{"role": "user", "content": "hello"}])
+    assert tokens == fresh(loaded, conversation, dialog, most=5)[:2]
     assert conversation.read == len(dialog) + 1 and conversation.pending == tokens[-1:]
     added, second = play(conversation, "an answer that was cut short, \u00e4?")
     assert added[0] == tokens[-1] and added[1] == END  # its turn is ended for it
@@ -124,7 +123,7 @@ def test_room_and_bad_ids(conversation):
     before = conversation.read, list(conversation.pending)
     with pytest.raises(ValueError, match=r"leaves no room for an answer in a context of 96.*--context"):
         play(conversation, "x" * 90)
-    with pytest.raises(ValueError, match="token ids hold 320"):
+    with pytest.raises(ValueError, match=r"token ids span \[\d+, 320\]; they must lie in \[0, 320\)"):
         next(conversation.answer([320], most=1, sampling=make_sampling(1), stop_ids=()))
     assert before == (conversation.read, conversation.pending)
     _, tokens = play(conversation, "x" * (96 - conversation.read - 8), most=50)
@@ -143,10 +142,8 @@ def test_completion(terminal, capsys):
 
 
 def test_chat(terminal, capsys):
-    assert (
-        terminal(["hello", "", "x" * 300, "/clear", "hello", "/exit", "never read"], "--chat", "--max-new-tokens", "4", "--context", "96")
-        == 0
-    )
+    lines = ["hello", "", "x" * 300, "/clear", "hello", "/exit", "never read"]
+    assert terminal(lines, "--chat", "--max-new-tokens", "4") == 0
     seen = capsys.readouterr()
     assert seen.err.count("[4 tokens") == 2 and "/clear begins a new dialog" in seen.err
     half = len(seen.out) // 2
@@ -199,10 +196,6 @@ def test_a_tokenizer_without_turns_cannot_chat(loaded, monkeypatch, capsys):
         def __repr__(self):
             return "Plain()"
 
-    monkeypatch.setattr(cli, "load_model", lambda **options: loaded._replace(tokenizer=Plain()))
+    monkeypatch.setattr(cli.Generate, "load", lambda _: loaded._replace(tokenizer=Plain()))
     assert cli.main(["--chat", "--preset", "toy", "--compile-cache", "none"]) == 2
     assert "Plain() has no markers of a dialog's turns" in capsys.readouterr().err
-
-
-def test_stops_are_those_of_the_tokenizer():
-    assert stop_ids(TOKENIZER, chat=True) == (TOKENIZER.eos_id, END)

@@ -41,7 +41,7 @@ STEPS = 6
 
 
 @pytest.fixture(scope="session")
-def workshop(tmp_path_factory):
+def workshop(tmp_path_factory, small):
     """A folder with a text corpus, a model of one KDA and one MLA layer, and a compile cache that all runs share."""
     folder = tmp_path_factory.mktemp("pretrain")
     corpus = synthetic_corpus(documents=30, mean_words=40)
@@ -49,17 +49,7 @@ def workshop(tmp_path_factory):
         path = folder / "corpus" / document.name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(document.data)
-    model = presets.get("tiny").replace(
-        hidden=16,
-        layers=2,
-        pattern="KM",
-        dense_width=16,
-        residual_block=1,
-        kda={"heads": 1, "key_dim": 8, "value_dim": 8},
-        mla={"heads": 1, "nope_dim": 8, "rope_dim": 4, "value_dim": 8, "q_latent": 8, "kv_latent": 8},
-        moe={"experts": 4, "experts_per_token": 2, "expert_width": 8, "latent": 8, "shared_width": 8},
-    )
-    (folder / "model.json").write_text(json.dumps(model.to_dict()))
+    (folder / "model.json").write_text(json.dumps(small.to_dict()))
     return folder
 
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 import statistics
 import sys
 
@@ -132,21 +133,25 @@ def test_command(tmp_path):
 
 def test_suite_runs_what_fits(tmp_path):
     """One process ends, one fails, one outlasts the budget, one is not started: all four stand in what is reported."""
-    scripts = {"ends": "", "fails": "raise SystemExit(3)", "hangs": "import time; time.sleep(600)", "waits": ""}
+    hangs = "import os, time; print(os.getpid(), flush=True); time.sleep(600)"
+    soon = "import time; time.sleep(0.5)"
+    scripts = {"ends": soon, "fails": f"{soon}; raise SystemExit(3)", "hangs": hangs, "waits": ""}
     jobs = [recall_suite.Job(name, {"task": "stack"}, [sys.executable, "-c", script]) for name, script in scripts.items()]
     ends = {}
 
     def on_end(job, status, reason):
         ends[job.name] = status, reason
 
-    recall_suite.run_jobs(jobs, tmp_path, parallel=3, budget_s=4, least_s=3.9, on_end=on_end)
+    recall_suite.run_jobs(jobs, tmp_path, parallel=3, budget_s=4, least_s=3.6, on_end=on_end)
     assert {name: status for name, (status, _) in ends.items()} == {
         "ends": "done",
         "fails": "failed",
         "hangs": "stopped",
         "waits": "skipped",
     }
-    assert ends["fails"][1] == "exit status 3" and jobs[2].process.poll() is not None
+    assert ends["fails"][1] == "exit status 3"
+    with pytest.raises(ProcessLookupError):
+        os.kill(int((tmp_path / "hangs" / "log.txt").read_text()), 0)
     (tmp_path / "hangs" / "recall.jsonl").write_text('{"event": "block", "step": 7, "accuracy": [0.5]}\n{"event": "blo')
     run = recall_suite.outcome(jobs[2], tmp_path, *ends["hangs"])
     assert run["status"] == "stopped" and "after step 7 its training accuracy was 0.500" in run["reason"]

@@ -40,20 +40,10 @@ class Served:
         return self.known[key]
 
 
-def drawn_parameters(model):
-    """Every leaf from a normal distribution, norms around 1: what `init` and noise would give, without its compile."""
-    rng = np.random.default_rng(1)
-    shapes = jax.eval_shape(model.init, jax.random.key(0), jax.ShapeDtypeStruct((1, 1), jnp.int32))
-    around = lambda path: 1.0 if path[-1].key in ("weight", "norm_weight", "out_norm", "q_norm", "kv_norm", "latent_norm") else 0.0
-    draw = lambda path, leaf: jnp.asarray(around(path) + 0.2 * rng.normal(size=leaf.shape), leaf.dtype)
-    return jax.tree_util.tree_map_with_path(draw, shapes)
-
-
 @pytest.fixture(scope="session")
-def served(toy):
-    """A KDA layer with a dense feed-forward and an MLA layer with experts: every kind of cache in the fewest layers to compile."""
-    model = HybridLM(toy.replace(dtype="float32", layers=2, pattern="KM", residual_block=1))
-    return Served(model, jax.device_put(drawn_parameters(model), jax.devices()[0]))
+def served(short_toy, drawn):
+    model = HybridLM(short_toy)
+    return Served(model, jax.device_put(drawn(model), jax.devices()[0]))
 
 
 def ask(index=0, length=20, new=6, **settings):

@@ -1,7 +1,5 @@
-"""The HTTP server: text of tokens, requests and errors over a scripted engine, and one process with the real one."""
+"""The HTTP server: requests and errors over a scripted engine, and one process with the real one."""
 
-import collections
-import contextlib
 import gc
 import http.client
 import itertools
@@ -15,128 +13,26 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 
-import numpy as np
 import pytest
 
 from experiments import serve as cli
 from experiments.load_model import Loaded
-from moejax import presets
-from moejax.data import ByteTokenizer, train_bpe
+from moejax.data import ByteTokenizer
 from moejax.infer import server_run
-from moejax.infer.requests import QueueFull, Ticket, check_request
-from moejax.infer.server import create_app
+from moejax.infer.requests import Ticket
+from moejax.infer.server import Service
 from moejax.infer.server_answers import Answer
 from moejax.infer.server_engine import Job
 from moejax.infer.server_reply import Reply
 from moejax.infer.server_run import HttpServer
-from moejax.infer.server_text import StopText, TextStream
+from moejax.infer.server_text import TextStream
+
+sys.path.insert(0, str(pathlib.Path(__file__).parent))
+from scripted_server import ASK, ScriptedEngine, endless, events, get, mirror, open_stream, read_events, send, serving, text_of, until
 
 ROOT = pathlib.Path(__file__).parents[2]
-EOS, TURN_END = ByteTokenizer.eos_id, ByteTokenizer.special_ids["turn_end"]
-MIXED = "naïve 漢字 → 😀😀 é\u0301 end"
-
-
-class ScriptedEngine:
-    """The engine's interface without a model: `script(prompt)` gives the tokens of an answer, one a step."""
-
-    def __init__(self, script, *, slots=4, capacity=200, max_queue=3):
-        self.script, self.slots, self.capacity, self.max_queue = script, slots, capacity, max_queue
-        self.gate = threading.Event()  # closed: steps wait, as for a slow device
-        self.gate.set()
-        self.broken = None  # raised by the next step
-        self.log_prob = lambda count: -0.5 - 0.001 * count  # of an answer's token number `count`
-        self._lock, self._ids = threading.Lock(), itertools.count()
-        self._queue, self._running, self._counts = collections.deque(), {}, collections.Counter()
-
-    def submit(self, request, *, on_token=None, on_done=None):
-        prompt, sampling = check_request(request, vocab_size=330, capacity=self.capacity)
-        with self._lock:
-            if len(self._queue) >= self.max_queue:
-                raise QueueFull(f"{len(self._queue)} requests wait")
-            ticket = Ticket(next(self._ids), request, on_token=on_token, on_done=on_done, prompt=prompt, sampling=sampling)
-            self._queue.append(ticket)
-        return ticket
-
-    def cancel(self, ticket):
-        ticket.cancel_asked = True
-
-    def step(self):
-        if self.broken is not None:
-            raise self.broken
-        self._admit_and_drop()
-        while not self.gate.wait(0.01):
-            self._admit_and_drop()
-        for ticket, tokens in list(self._running.items()):
-            self._draw(ticket, tokens)
-        self._counts["steps"] += 1
-        return bool(self._queue or self._running)
-
-    def _admit_and_drop(self):
-        with self._lock:
-            dropped = [ticket for ticket in [*self._queue, *self._running] if ticket.cancel_asked]
-            self._queue = collections.deque(ticket for ticket in self._queue if not ticket.cancel_asked)
-            for ticket in dropped:
-                self._running.pop(ticket, None)
-                self._end(ticket, "cancelled", "cancelled")
-            while self._queue and len(self._running) < self.slots:
-                ticket = self._queue.popleft()
-                self._running[ticket] = iter(self.script(ticket.prompt.tolist()))
-                self._counts["admitted"] += 1
-                self._counts["prompt_tokens"] += len(ticket.prompt)
-
-    def _draw(self, ticket, tokens):
-        token = next(tokens, EOS)
-        if isinstance(token, str):
-            self._running.pop(ticket)
-            self._end(ticket, "failed", "error", token)
-            return
-        ticket.tokens.append(token)
-        self._counts["generated_tokens"] += 1
-        ticket.on_token(ticket, token, self.log_prob(len(ticket.tokens)))
-        if token in ticket.request.stop_ids or len(ticket.tokens) == ticket.request.max_new_tokens:
-            self._running.pop(ticket)
-            self._end(ticket, "done", "stop" if token in ticket.request.stop_ids else "length")
-
-    def _end(self, ticket, state, reason, error=None):
-        ticket.state, ticket.finish_reason, ticket.error = state, reason, error
-        self._counts["finished" if state == "done" else state] += 1
-        ticket.on_done(ticket)
-
-    def stats(self):
-        names = ("admitted", "finished", "cancelled", "failed", "prompt_tokens", "generated_tokens", "steps")
-        return {"slots": self.slots, "busy": len(self._running), "queued": len(self._queue)} | {n: self._counts[n] for n in names}
-
-
-def mirror(prompt):
-    """The prompt's own bytes, then the end: an answer that depends on the prompt."""
-    return [i for i in prompt if i < 256]
-
-
-def chat_ids(messages):
-    from experiments.load_model import chat_ids
-
-    return chat_ids(ByteTokenizer(), messages)
-
-
-@contextlib.contextmanager
-def serving(engine, *, grace=5.0, **settings):
-    """-> the server, which runs in a thread. Its exit status is `.status` afterwards."""
-    settings = {"model_name": "m", "stop_ids": (EOS,), "chat_stop_ids": (EOS, TURN_END), "render": chat_ids} | settings
-    server = HttpServer(create_app(engine, ByteTokenizer(), **settings), port=0, grace=grace)
-    server.status = None
-    thread = threading.Thread(target=lambda: setattr(server, "status", server.run()))
-    thread.start()
-    try:
-        assert server.started.wait(20)
-        yield server
-    finally:
-        engine.gate.set()
-        server.stop()
-        thread.join(20)
-        assert not thread.is_alive()
 
 
 @pytest.fixture(scope="module")
@@ -146,139 +42,21 @@ def plain():
         yield server
 
 
-def send(port, body, path="/v1/completions", method="POST", headers=None):
-    """-> (status, headers, body as JSON or text)."""
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=20)
-    data = body if isinstance(body, bytes | None) else json.dumps(body).encode()
-    connection.request(method, path, data, headers or {})
-    answer = connection.getresponse()
-    text = answer.read().decode()
-    connection.close()
-    return answer.status, answer.headers, json.loads(text) if "json" in answer.headers["content-type"] else text
-
-
-def get(port, path):
-    return send(port, None, path, "GET")
-
-
-def open_stream(port, body, path="/v1/completions", receive_buffer=None):
-    """A socket with the request sent, nothing read."""
-    data = json.dumps(body).encode()
-    made = socket.socket()
-    if receive_buffer:
-        made.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
-    made.settimeout(20)
-    made.connect(("127.0.0.1", port))
-    made.sendall(f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(data)}\r\n\r\n".encode() + data)
-    return made
-
-
-def read_events(made):
-    """All events of a stream: objects, and "[DONE]"."""
-    answer = http.client.HTTPResponse(made)
-    answer.begin()
-    assert answer.status == 200 and answer.headers["content-type"].startswith("text/event-stream")
-    lines = answer.read().decode().split("\n\n")
-    made.close()
-    assert lines.pop() == "" and all(line.startswith("data: ") for line in lines)
-    return [line[6:] if line == "data: [DONE]" else json.loads(line[6:]) for line in lines]
-
-
-def events(port, body, path="/v1/completions"):
-    return read_events(open_stream(port, {**body, "stream": True}, path))
-
-
-def until(condition, seconds=30):
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen"
-        time.sleep(0.01)
-
-
-ASK = {"model": "m", "prompt": "Hello", "max_tokens": 50}
-
-
-# Text of tokens.
-
-
-def test_only_whole_characters_are_given_out_and_joined_they_are_the_text():
-    stream, out = TextStream(ByteTokenizer()), []
-    for token in MIXED.encode():
-        out.append(stream.add(token))
-    assert "".join(out) == MIXED and stream.end() == "" and len([piece for piece in out if piece]) == len(MIXED)
-    rng = np.random.default_rng(0)
-    for _ in range(300):  # bytes that are no UTF-8, special tokens and ids beyond the tokenizer
-        ids = rng.choice([*range(0x70, 0x100), 0xE2, 0x82, 0xAC, 0xF0, 0x9F, EOS, 400], 30).tolist()
-        stream = TextStream(ByteTokenizer())
-        joined = "".join(map(stream.add, ids)) + stream.end()
-        assert joined == ByteTokenizer().decode([i for i in ids if i < 320], errors="replace")
-
-
-def test_a_bpe_whose_tokens_end_inside_characters():
-    tokenizer = train_bpe(["漢字漢字 kanji " * 5, MIXED * 3], 290)
-    ids = tokenizer.encode(MIXED + "漢字漢字 😊 ").tolist()
-    assert any("\ufffd" in tokenizer.decode([i]) for i in ids)  # else this tests nothing
-    stream = TextStream(tokenizer)
-    pieces = [stream.add(i) for i in ids]
-    assert "".join(pieces) + stream.end() == MIXED + "漢字漢字 😊 " and not any("\ufffd" in piece for piece in pieces)
-
-
-class Words:
-    """A tokenizer that has no bytes: words that carry their space, dropped at the front of a text; pieces of a character."""
-
-    vocab_size = 8
-    pieces = ("▁the", "▁cat", "s", "▁", "\x01", "\x02", "", "▁ran")
-
-    def decode(self, ids, *, errors="replace", show_special=False):
-        text = "".join(self.pieces[i] for i in ids).replace("\x01\x02", "é").replace("\x01", "\ufffd").replace("\x02", "\ufffd")
-        return text.replace("▁", " ").removeprefix(" ")
-
-
-def test_a_tokenizer_without_bytes_gives_the_same_text_piece_by_piece():
-    for length in range(1, 5):
-        for ids in itertools.product(range(8), repeat=length):
-            stream = TextStream(Words())
-            pieces = [stream.add(i) for i in ids]
-            if not set(ids) & {4, 5}:  # a lone half is text only when the other half does not follow
-                assert "".join(pieces) + stream.end() == Words().decode(ids), ids
-    stream = TextStream(Words())
-    assert [stream.add(i) for i in (0, 6, 1, 4, 5, 2)] == ["the", "", " cat", "", "é", "s"]
-
-
-def test_stop_strings_do_not_depend_on_where_tokens_end():
-    cases = {
-        ("abcabd", ("abd",)): "abc",
-        ("aaab", ("aab",)): "a",
-        ("xyz", ("xyz", "y")): "x",  # complete first, whatever begins first
-        ("one STOP two", ("TOP", "STOP")): "one ",  # of two that end together the longer
-        ("a→b😀c", ("→b",)): "a",
-        ("nothing STO", ("STOP",)): "nothing STO",
-    }
-    for (text, stops), expected in cases.items():
-        for cuts in itertools.product([False, True], repeat=len(text) - 1):
-            parts, start = [], 0
-            for place in [i + 1 for i, cut in enumerate(cuts) if cut] + [len(text)]:
-                parts.append(text[start:place])
-                start = place
-            stop = StopText(stops)
-            out = "".join(stop.add(part) for part in parts)
-            assert stop.found == (expected != text) and out + stop.end() == expected, (text, parts)
-
-
 # Answers.
 
 
 def test_a_stream_is_the_whole_answer_in_pieces(plain):
-    ask = {**ASK, "prompt": MIXED, "stream_options": {"include_usage": True}, "logprobs": 0}
+    prompt = "naïve 漢字 → 😀😀 é\u0301 end"
+    ask = {**ASK, "prompt": prompt, "stream_options": {"include_usage": True}, "logprobs": 0}
     status, _, whole = send(plain.port, {k: v for k, v in ask.items() if k != "stream_options"})
     assert status == 200 and whole["object"] == "text_completion" and whole["model"] == "m"
     choice = whole["choices"][0]
-    assert choice["text"] == MIXED and choice["finish_reason"] == "stop" and choice["index"] == 0
-    count = len(MIXED.encode())
+    assert choice["text"] == prompt and choice["finish_reason"] == "stop" and choice["index"] == 0
+    count = len(prompt.encode())
     assert whole["usage"] == {"prompt_tokens": count, "completion_tokens": count + 1, "total_tokens": 2 * count + 1}
     *parts, usage, done = events(plain.port, ask)
     assert done == "[DONE]" and usage["choices"] == [] and usage["usage"] == whole["usage"]
-    assert "".join(part["choices"][0]["text"] for part in parts) == MIXED
+    assert text_of(parts) == prompt
     assert [part["choices"][0]["finish_reason"] for part in parts] == [None] * (len(parts) - 1) + ["stop"]
     assert len({part["id"] for part in parts}) == 1 and parts[0]["object"] == "text_completion"
     marks = choice["logprobs"]
@@ -478,7 +256,7 @@ def test_a_full_queue_asks_to_come_back():
             assert made.recv(12) == b"HTTP/1.1 429"
         engine.gate.set()
         for made in (first, second):
-            assert "".join(part["choices"][0]["text"] for part in read_events(made)[:-1]) == "Hello"
+            assert text_of(read_events(made)[:-1]) == "Hello"
         page = get(server.port, "/metrics")[2]
     assert 'moejax_server_requests_total{route="/v1/completions",status="429"} 2' in page
     assert 'moejax_server_requests_total{route="/v1/completions",status="200"} 2' in page
@@ -486,9 +264,7 @@ def test_a_full_queue_asks_to_come_back():
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_that_goes_away_frees_its_slot(stream):
-    engine = ScriptedEngine(lambda prompt: itertools.repeat(97), slots=2, capacity=10_000_000)
-    engine_step = engine.step
-    engine.step = lambda: (time.sleep(0.002), engine_step())[1]
+    engine = endless(slots=2)
     with serving(engine) as server:
         gone = open_stream(server.port, {**ASK, "max_tokens": 9_000_000, "stream": stream})
         until(lambda: engine.stats()["generated_tokens"] > 5)
@@ -539,7 +315,7 @@ def test_an_answer_that_the_engine_cannot_finish():
         status, _, answer = send(server.port, {**ASK, "prompt": "!"})
         assert status == 500 and "logits are NaN" in answer["error"]["message"] and answer["error"]["code"] == "engine_error"
         *parts, last = events(server.port, {**ASK, "prompt": "!"})
-        assert "".join(part["choices"][0]["text"] for part in parts) == "a" and "logits are NaN" in last["error"]["message"]
+        assert text_of(parts) == "a" and "logits are NaN" in last["error"]["message"]
         assert send(server.port, ASK)[2]["choices"][0]["text"] == "Hello"
     assert server.status == 0
 
@@ -552,7 +328,7 @@ def test_a_log_prob_that_is_no_number_ends_the_answer():
             status, _, answer = send(server.port, ask)
             assert status == 500 and answer["error"]["code"] == "engine_error" and "log-prob nan" in answer["error"]["message"]
             *parts, last = events(server.port, ask)
-            assert "".join(part["choices"][0]["text"] for part in parts) == "He" and "log-prob nan" in last["error"]["message"]
+            assert text_of(parts) == "He" and "log-prob nan" in last["error"]["message"]
         until(lambda: engine.stats()["busy"] == 0)
         page = get(server.port, "/metrics")[2]
     assert 'status="500"} 4' in page and 'status="499"' not in page
@@ -686,15 +462,13 @@ def test_a_shutdown_lets_streams_finish_and_takes_nothing_new():
         assert status == 503 and "shutting down" in answer["error"]["message"] and headers["Retry-After"] == "1"
         engine.gate.set()
         *parts, done = read_events(made)
-        assert "".join(part["choices"][0]["text"] for part in parts) == "Hello" and done == "[DONE]"
+        assert text_of(parts) == "Hello" and done == "[DONE]"
         until(lambda: server.status == 0)
 
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_shutdown_cuts_off_what_does_not_finish(stream):
-    engine = ScriptedEngine(lambda prompt: itertools.repeat(97), capacity=10_000_000)
-    engine_step = engine.step
-    engine.step = lambda: (time.sleep(0.002), engine_step())[1]
+    engine = endless()
     with serving(engine, grace=0.1) as server:
         made = open_stream(server.port, {**ASK, "max_tokens": 9_000_000, "stream": stream})
         until(lambda: engine.stats()["generated_tokens"] > 5)
@@ -710,11 +484,11 @@ def test_a_shutdown_cuts_off_what_does_not_finish(stream):
 
 
 def test_ports_that_cannot_be_had(plain):
-    app = create_app(ScriptedEngine(mirror), ByteTokenizer(), model_name="m")
+    service = Service(ScriptedEngine(mirror), ByteTokenizer(), model_name="m")
     with pytest.raises(ValueError, match=rf"127.0.0.1:{plain.port} cannot be served"):
-        HttpServer(app, port=plain.port)
+        HttpServer(service, port=plain.port)
     with pytest.raises(ValueError, match=r"\[0, 65535\]"):
-        HttpServer(app, port=70000)
+        HttpServer(service, port=70000)
 
 
 # The command line.
@@ -730,7 +504,7 @@ def test_ports_that_cannot_be_had(plain):
     ],
 )
 def test_wrong_settings_are_refused_before_the_model_is_read(arguments, words, monkeypatch, capsys):
-    monkeypatch.setattr(cli, "load_model", lambda **options: pytest.fail("the model was loaded"))
+    monkeypatch.setattr(cli.Serve, "load", lambda *_, **options: pytest.fail("the model was loaded"))
     assert cli.main(["--preset", "tiny", "--random-weights", "--compile-cache", "none", *arguments]) == 2
     assert words in capsys.readouterr().err
 
@@ -738,7 +512,7 @@ def test_wrong_settings_are_refused_before_the_model_is_read(arguments, words, m
 def test_a_compile_that_fails_is_one_clear_error(monkeypatch, capsys):
     engine = ScriptedEngine(mirror)
     engine.warm_up = lambda: (_ for _ in ()).throw(RuntimeError("RESOURCE_EXHAUSTED: out of memory"))
-    monkeypatch.setattr(cli, "load_model", lambda **options: Loaded(None, None, ByteTokenizer()))
+    monkeypatch.setattr(cli.Serve, "load", lambda *_, **options: Loaded(None, None, ByteTokenizer()))
     monkeypatch.setattr(cli, "Engine", lambda *arguments, **settings: engine)
     assert cli.main(["--preset", "tiny", "--random-weights", "--compile-cache", "none", "--port", "0"]) == 2
     assert "error: RESOURCE_EXHAUSTED: out of memory" in capsys.readouterr().err
@@ -763,20 +537,10 @@ def test_the_served_name(source, name):
 
 
 @pytest.fixture(scope="module")
-def process(tmp_path_factory):
-    """experiments/serve.py with a model of one KDA and one MLA layer; -> (process, port)."""
+def process(tmp_path_factory, small):
+    """experiments/serve.py with a small model; -> (process, port)."""
     folder = tmp_path_factory.mktemp("serve")
-    model = presets.get("tiny").replace(
-        hidden=16,
-        layers=2,
-        pattern="KM",
-        dense_width=16,
-        residual_block=1,
-        kda={"heads": 1, "key_dim": 8, "value_dim": 8},
-        mla={"heads": 1, "nope_dim": 8, "rope_dim": 4, "value_dim": 8, "q_latent": 8, "kv_latent": 8},
-        moe={"experts": 4, "experts_per_token": 2, "expert_width": 8, "latent": 8, "shared_width": 8},
-    )
-    (folder / "model.json").write_text(json.dumps(model.to_dict()))
+    (folder / "model.json").write_text(json.dumps(small.to_dict()))
     command = [sys.executable, "experiments/serve.py", "--preset", str(folder / "model.json"), "--random-weights", "--port", "0"]
     command += ["--slots", "3", "--capacity", "96", "--chunk", "16", "--compile-cache", str(folder / "cache"), "--grace", "20"]
     quick = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"  # half of the compile's time
@@ -800,7 +564,7 @@ def test_the_real_engine_serves_and_ends_with_status_0(process):
     drawn = {**ask, "temperature": 1.0, "seed": 7}
     expected = [send(port, drawn)[2]["choices"][0]["text"], whole["choices"][0]["text"]]
     streams = [open_stream(port, {**(ask if i % 2 else drawn), "stream": True}) for i in range(8)]  # more than there are slots
-    texts = ["".join(part["choices"][0]["text"] for part in read_events(made)[:-1]) for made in streams]
+    texts = [text_of(read_events(made)[:-1]) for made in streams]
     assert texts == expected * 4
     chat = send(port, {"model": "model", "messages": [{"role": "user", "content": "hé"}], "max_tokens": 4}, "/v1/chat/completions")
     assert chat[0] == 200 and chat[2]["usage"]["prompt_tokens"] == 7

@@ -14,9 +14,9 @@ pytest.importorskip("jax_triton", reason="jax-triton is not installed (pip insta
 from moejax.kernels.kda import triton_launch
 
 if (reason := triton_launch.available()) is not None:
-    pytest.skip(f"the GPU kernels cannot be lowered by this installation: {reason}", allow_module_level=True)
+    pytest.skip(reason=f"the GPU kernels cannot be lowered by this installation: {reason}", allow_module_level=True)
 if not hasattr(pytest.importorskip("jaxlib.gpu_triton"), "TritonKernel"):
-    pytest.skip("the CUDA plugin of JAX is not installed (pip install jax-cuda13-plugin)", allow_module_level=True)
+    pytest.skip(reason="the CUDA plugin of JAX is not installed (pip install jax-cuda13-plugin)", allow_module_level=True)
 
 TARGET = """
 gpu_device_info {

@@ -8,40 +8,32 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from moejax import HybridLM, KDAConfig, MLAConfig, ModelConfig, MoEConfig
+from moejax import HybridLM
 from moejax.infer import decode_step, init_cache, prefill, prefill_chunk, prepare
 from moejax.parallel import MeshConfig, make_mesh, parameter_shardings
 from moejax.parallel.axes import cache_shardings
 from moejax.parallel.layers import ModelParallel
 
-CONFIG = ModelConfig(
-    vocab_size=64,
-    hidden=24,
-    layers=2,
-    pattern="KM",
-    dense_width=40,
-    residual_block=1,
-    remat="none",
-    dtype="float32",
-    kda=KDAConfig(heads=4, key_dim=8, value_dim=12),
-    mla=MLAConfig(heads=4, nope_dim=8, rope_dim=4, value_dim=12, q_latent=16, kv_latent=16),
-    moe=MoEConfig(experts=8, experts_per_token=2, expert_width=16, latent=20, shared_width=16),
-)
 TOKENS = np.random.default_rng(0).integers(1, 64, (8, 24)).astype(np.int32)
 COUNTS = np.array([16, 3, 9, 16, 1, 0, 12, 7], np.int32)
 ACTIVE = jnp.array([True, True, False, True, True, True, False, True])
 
 
 @pytest.fixture(scope="module")
-def variables(noisy):
-    shapes = jax.eval_shape(HybridLM(CONFIG).init, jax.random.key(0), jnp.zeros((1, 1), jnp.int32))
-    return noisy(jax.tree.map(lambda leaf: jnp.full(leaf.shape, 0.3, leaf.dtype), shapes), jax.random.key(1), 0.1)
+def config(short_toy):
+    """Heads and experts that the meshes divide."""
+    return short_toy.replace(kda={"heads": 4}, mla={"heads": 4}, moe={"experts": 8})
+
+
+@pytest.fixture(scope="module")
+def variables(config, drawn):
+    return drawn(HybridLM(config))
 
 
 def run(model, variables, place):
     """Two ragged chunks and three decoding steps: logits [5,B,V], experts of the last step, the cache."""
     weights = prepare(model, variables)
-    cache = place(init_cache(CONFIG, 8, 32, dtype="float32"))
+    cache = place(init_cache(model.config, 8, 32, dtype="float32"))
     chunk = jax.jit(prefill_chunk, donate_argnames="cache")
     step = jax.jit(decode_step, donate_argnames="cache", static_argnames="return_experts")
     logits = []
@@ -57,8 +49,8 @@ def run(model, variables, place):
 
 
 @pytest.fixture(scope="module")
-def alone(variables):
-    return run(HybridLM(CONFIG), variables, lambda cache: cache)
+def alone(config, variables):
+    return run(HybridLM(config), variables, lambda cache: cache)
 
 
 MESHES = [
@@ -69,10 +61,10 @@ MESHES = [
 
 
 @pytest.mark.parametrize("shape", MESHES, ids=str)
-def test_a_mesh_gives_the_numbers_of_one_device(variables, alone, shape):
+def test_a_mesh_gives_the_numbers_of_one_device(config, variables, alone, shape):
     mesh = make_mesh(shape)
     placed = jax.device_put(variables, {name: parameter_shardings(part, mesh) for name, part in variables.items()})
-    model, place = HybridLM(CONFIG, parallel=ModelParallel(mesh)), lambda cache: jax.device_put(cache, cache_shardings(cache, mesh))
+    model, place = HybridLM(config, parallel=ModelParallel(mesh)), lambda cache: jax.device_put(cache, cache_shardings(cache, mesh))
     logits, experts, cache = run(model, placed, place)
     assert np.abs(logits - alone[0]).max() <= 1e-5 * np.abs(alone[0]).max()
     np.testing.assert_array_equal(experts, alone[1])
@@ -81,10 +73,10 @@ def test_a_mesh_gives_the_numbers_of_one_device(variables, alone, shape):
         assert leaf.sharding.is_equivalent_to(sharding, leaf.ndim), (leaf.shape, leaf.sharding)
 
 
-def test_what_a_mesh_cannot_do_is_said(variables):
+def test_what_a_mesh_cannot_do_is_said(config, variables):
     mesh = make_mesh(MeshConfig(data=2, expert=2, tensor=2))
-    weights = prepare(HybridLM(CONFIG, parallel=ModelParallel(mesh)), variables)
+    weights = prepare(HybridLM(config, parallel=ModelParallel(mesh)), variables)
     with pytest.raises(ValueError, match="rows and a mesh that cuts rows exclude each other"):
-        prefill_chunk(weights, init_cache(CONFIG, 8, 32, dtype="float32"), TOKENS[:1, :8], COUNTS[:1], rows=jnp.array([3]))
+        prefill_chunk(weights, init_cache(config, 8, 32, dtype="float32"), TOKENS[:1, :8], COUNTS[:1], rows=jnp.array([3]))
     with pytest.raises(ValueError, match=r"6 rows over 4 parts"):
-        prefill(weights, TOKENS[:6], init_cache(CONFIG, 6, 32, dtype="float32"))
+        prefill(weights, TOKENS[:6], init_cache(config, 6, 32, dtype="float32"))
