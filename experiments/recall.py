@@ -3,7 +3,7 @@
     python -m experiments.recall --task stack                              # kda, gdn, no_delta, mla; 2,000 steps, 3 seeds: for a GPU
     python -m experiments.recall --task mqar --mixers kda kda_zero_bias    # does the initial gate bias decide whether recall is learned?
     python -m experiments.recall --task recall --mixers kda,mla mla_rotary --eval-lengths 256 1024 8192
-    python -m experiments.recall_suite --out F                             # all that, in parallel processes on one H200, under 9 minutes
+    python -m experiments.recall_suite --out F                             # all that on one H200
 
 The setting is that of Kimi Linear's synthetic tests (arXiv 2510.26692 section 5.1): 2 layers, 2 heads of 128 channels, fresh rows at
 every step. All seeds of a model train in one program. An answer counts at the positions that ask for one; `chance` is guessing a
@@ -48,6 +48,9 @@ class Study:
     batch: int = 64
     """Rows a step, of each seed."""
     seeds: int = 3
+    together: int | None = None
+    """Seeds in one program (vmap), a divisor of --seeds; None: all. With KDA's GPU kernels 1 is fastest: weights that differ between the
+    seeds become a loop over launches there. The program is compiled once in any case."""
     learning_rate: float = 1e-3
     block: int = 100
     """Steps a call of the device; divides --steps."""
@@ -85,6 +88,8 @@ class Study:
             raise ValueError(f"--mixers is empty; there are {', '.join(MIXERS)}.")
         if self.eval_lengths and self.task != "recall":
             raise ValueError(f"--eval-lengths is of --task recall; {self.task} grows harder with its length, not only longer.")
+        if self.together is not None and (self.together < 1 or self.seeds % self.together):
+            raise ValueError(f"--together {self.together} does not divide --seeds {self.seeds}.")
         for name in ("vocab_size", "stacks", "elements", "pairs"):
             if getattr(self, name) is not None and name not in SETTINGS[self.task][1]:
                 raise ValueError(f"--{name.replace('_', '-')} is not read by --task {self.task}; leave it out.")
@@ -114,11 +119,12 @@ def run_one(study: Study, mixers: str, record: Any) -> dict[str, Any]:
     start = time.perf_counter()
     tasks = [study.make_task(seed) for seed in range(study.seeds)]
 
-    def on_block(step: int, means: dict[str, list[float]]) -> None:
-        seconds = time.perf_counter() - start
-        record({"event": "block", "task": study.task, "mixers": mixers, "step": step, **means, "seconds": round(seconds, 2)})
+    def on_block(seed: int, step: int, means: dict[str, list[float]]) -> None:
+        seconds = round(time.perf_counter() - start, 2)
+        record({"event": "block", "task": study.task, "mixers": mixers, "seed": seed, "step": step, **means, "seconds": seconds})
 
-    trained = train(study.shape(mixers, tasks[0]), study.optimizer(), tasks, batch=study.batch, block=study.block, on_block=on_block)
+    options: dict[str, Any] = dict(batch=study.batch, block=study.block, together=study.together, on_block=on_block)
+    trained = train(study.shape(mixers, tasks[0]), study.optimizer(), tasks, **options)
     curve = trained.accuracy.reshape(-1, study.block, study.seeds).mean(axis=(1, 2)).tolist()
     scores = []
     for length, scale in evaluations(study, mixers):
@@ -211,7 +217,7 @@ def main(study: Study) -> list[dict[str, Any]]:
                 file.write(line + "\n")
         if event["event"] == "block":
             course = f"loss {_each(event['loss'])}  accuracy {_each(event['accuracy'])}"
-            print(f"{event['mixers']:14} step {event['step']:6}  {course}", flush=True)
+            print(f"{event['mixers']:14} seed {event['seed']}  step {event['step']:6}  {course}", flush=True)
 
     chosen = {name: str(value) for name, value in dataclasses.asdict(study).items()}
     settings = {"jax": jax.__version__, "device": jax.devices()[0].device_kind, "study": chosen}

@@ -1,40 +1,42 @@
-"""The recall study as one command for one GPU: every model in a process of its own, several at a time, within a time budget.
+"""The recall study as one command for one GPU: every model in a thread of one process, several at a time, within a time budget.
 
     python -m experiments.recall_suite --out F                   # H200: stack, mqar and length extrapolation, 3 seeds each
     python -m experiments.recall_suite --out F --parts stack     # one part
 
-Such small models leave most of a GPU idle (a step is hundreds of short launches) and each has programs of its own to compile, so
-processes side by side finish sooner than one after the other. What does not fit the budget is not started, or stopped, and stands in
-the results as such. Writes results.json (of all, after every end), recall.jsonl (all events) and errors.txt into --out.
+Threads, because such small models leave most of a GPU idle and each has programs of its own to compile; and not processes, because a GPU
+that is shared by turns stops kernels in their middle: there KDA's kernels gave NaN (BUILD_NOTES, "One GPU for several processes").
+What does not fit the budget is not started, or stopped, and stands in the results as such. Writes results.json (of all, after every
+end), recall.jsonl (all events) and errors.txt into --out.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
-import os
-import statistics
-import subprocess
-import sys
-import tempfile
+import threading
 import time
+import traceback
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any, Literal
 
 import tyro
 
-from experiments.recall import Study, identity, table, write_results
+from experiments.recall import Study, identity, run_one, table, write_results
 
 LENGTHS = (256, 512, 1024, 2048, 4096, 8192)
 PARTS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "stack": ({"task": "stack"}, ("kda", "no_delta", "gdn", "mla")),
     "mqar": ({"task": "mqar"}, ("kda", "kda_zero_bias")),
-    "extrapolation": ({"task": "recall", "eval_lengths": LENGTHS}, ("kda,mla", "mla_rotary", "kda")),
+    "extrapolation": ({"task": "recall", "eval_lengths": LENGTHS}, ("kda,mla", "kda,mla_rotary", "kda", "mla_rotary")),
 }
-ORDER = (("stack", 0), ("mqar", 0), ("mqar", 1), ("stack", 1), *(("extrapolation", i) for i in range(3)), ("stack", 2), ("stack", 3))
+ORDER = (
+    *(("mqar", 0), ("extrapolation", 0), ("mqar", 1), ("extrapolation", 1), ("stack", 0)),
+    *(("stack", 2), ("extrapolation", 2), ("extrapolation", 3), ("stack", 1), ("stack", 3)),
+)
 """(part, which of its models): what the claims rest on first."""
-SHARED = ("steps", "batch", "seeds", "block", "dtype")
+SHARED = ("steps", "batch", "seeds", "together", "block", "dtype")
 """Settings of the suite that its studies take over."""
 
 
@@ -48,24 +50,21 @@ class Suite:
     steps: int = 2000
     batch: int = 64
     seeds: int = 3
+    together: int | None = 1
+    """See `recall`."""
     block: int = 100
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """bfloat16: KDA's kernels run on a Hopper GPU."""
     budget_s: float = 510.0
-    """Seconds from the start until the last process is stopped."""
-    least_s: float = 90.0
-    """No process is started with less than this left."""
+    """Seconds from the start until no model takes another block of steps."""
+    least_s: float = 60.0
+    """No model is started with less than this left."""
     jobs: int = 5
-    """Processes at a time."""
+    """Models at a time."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Job:
-    """A process to be: name of its folder, what it stands for in the results, its command."""
-
-    name: str
-    identity: dict[str, Any]
-    command: list[str]
+class OutOfTime(Exception):
+    """The budget is spent."""
 
 
 def studies(suite: Suite) -> list[tuple[str, Study]]:
@@ -79,87 +78,55 @@ def studies(suite: Suite) -> list[tuple[str, Study]]:
     return found
 
 
-def flags(study: Study) -> list[str]:
-    """The command line that gives `study`."""
-    words = []
-    for field in dataclasses.fields(study):
-        value = getattr(study, field.name)
-        if value != field.default and value is not None:
-            words += ["--" + field.name.replace("_", "-"), *map(str, value if isinstance(value, tuple) else (value,))]
-    return words
+def run_within(study: Study, record: Callable[[dict[str, Any]], None], end: float, least_s: float, run: Any = run_one) -> dict[str, Any]:
+    """The run of a study of one model for results.json: its results, or why there are none and how far it came.
 
+    end: of the budget, of time.monotonic. run: as `recall.run_one`."""
+    (mixers,) = study.mixers
+    last: dict[str, Any] | None = None
 
-def run_jobs(jobs: list[Job], folder: Path, *, parallel: int, budget_s: float, least_s: float, on_end: Any) -> None:
-    """Run the commands, `parallel` at a time, in order. on_end(job, status, reason) once for each: done, failed, stopped or skipped."""
-    end = time.monotonic() + budget_s
-    environment = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}  # processes share the card: each takes what it needs
+    def watched(event: dict[str, Any]) -> None:
+        nonlocal last
+        record(event)
+        last = event if event["event"] == "block" else last
+        if event["event"] == "block" and time.monotonic() > end:
+            raise OutOfTime
 
-    def run(job: Job) -> tuple[str, str]:
-        left = end - time.monotonic()
-        if left < least_s:
-            return "skipped", f"less than {least_s:.0f} s of the budget of {budget_s:.0f} s were left"
-        (folder / job.name).mkdir(parents=True, exist_ok=True)
-        with (folder / job.name / "log.txt").open("w") as log:
-            try:
-                done = subprocess.run(job.command, stdout=log, stderr=subprocess.STDOUT, env=environment, timeout=left)
-            except subprocess.TimeoutExpired:
-                return "stopped", f"the budget of {budget_s:.0f} s was spent, {left:.0f} s after its start"
-        return "failed" if done.returncode else "done", f"exit status {done.returncode}"
+    def ended(status: str, reason: str) -> dict[str, Any]:
+        reason += "" if last is None else f"; after step {last['step']} of seed {last['seed']} its training accuracy was {last['accuracy']}"
+        return {**identity(study, mixers), "status": status, "reason": reason}
 
-    with ThreadPoolExecutor(parallel) as pool:
-        futures = {pool.submit(run, job): job for job in jobs}
-        try:
-            for future in as_completed(futures):
-                on_end(futures[future], *future.result())
-        finally:
-            pool.shutdown(wait=False, cancel_futures=True)
-
-
-def outcome(job: Job, folder: Path, status: str, reason: str) -> dict[str, Any]:
-    """A run of results.json: the process's own, or why there is none and how far it came."""
-    results = folder / job.name / "results.json"
-    if status == "done" and results.exists():
-        return json.loads(results.read_text())["runs"][0]
-    run = {**job.identity, "status": status if status != "done" else "failed", "reason": reason}
-    blocks = [event for event in events(folder / job.name) if event["event"] == "block"]
-    if blocks:
-        run["last_block"] = blocks[-1]
-        accuracy = statistics.mean(blocks[-1]["accuracy"])
-        run["reason"] += f"; after step {blocks[-1]['step']} its training accuracy was {accuracy:.3f}"
-    return run
-
-
-def events(folder: Path) -> list[dict[str, Any]]:
-    """The whole lines of recall.jsonl."""
-    path = folder / "recall.jsonl"
-    text = path.read_text() if path.exists() else ""
-    return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
+    if end - time.monotonic() < least_s:
+        return ended("skipped", f"less than {least_s:.0f} s of the budget were left")
+    try:
+        return run(study, mixers, watched)
+    except OutOfTime:
+        return ended("stopped", "the budget was spent")
+    except Exception as error:  # the other models are worth having
+        return ended("failed", f"{type(error).__name__}: {error}") | {"traceback": traceback.format_exc()}
 
 
 def main(suite: Suite) -> list[dict[str, Any]]:
     suite.out.mkdir(parents=True, exist_ok=True)
-    start, runs = time.monotonic(), []
+    start, runs, lock = time.monotonic(), [], threading.Lock()
     for name in ("recall.jsonl", "errors.txt"):
         (suite.out / name).write_text("")
-    with tempfile.TemporaryDirectory() as temporary:
-        folder = Path(temporary)
-        jobs = []
-        for name, study in studies(suite):
-            command = [sys.executable, "-m", "experiments.recall", *flags(study), "--out", str(folder / name)]
-            jobs.append(Job(name, identity(study, study.mixers[0]), command))
 
-        def on_end(job: Job, status: str, reason: str) -> None:
-            runs.append(outcome(job, folder, status, reason))
-            print(f"{time.monotonic() - start:6.1f} s  {job.name}: {runs[-1]['status']} {runs[-1].get('reason', '')}", flush=True)
-            with (suite.out / "recall.jsonl").open("a") as file:
-                file.writelines(json.dumps(event) + "\n" for event in events(folder / job.name))
-            log = folder / job.name / "log.txt"
-            if runs[-1]["status"] != "done" and log.exists():
-                with (suite.out / "errors.txt").open("a") as file:
-                    file.write(f"== {job.name}: {reason}\n{log.read_text()[-4000:]}\n")
+    def append(name: str, text: str) -> None:
+        with lock, (suite.out / name).open("a") as file:
+            file.write(text + "\n")
+
+    record = lambda event: append("recall.jsonl", json.dumps(event))
+    with ThreadPoolExecutor(suite.jobs) as pool:
+        end = start + suite.budget_s
+        futures = {pool.submit(run_within, study, record, end, suite.least_s): name for name, study in studies(suite)}
+        for future in as_completed(futures):
+            run = future.result()
+            if trace := run.pop("traceback", None):
+                append("errors.txt", f"== {futures[future]}\n{trace}")
+            runs.append(run)
+            print(f"{time.monotonic() - start:6.1f} s  {futures[future]}: {run['status']} {run.get('reason', '')}", flush=True)
             write_results(suite.out, runs, {"suite": {k: str(v) for k, v in dataclasses.asdict(suite).items()}})
-
-        run_jobs(jobs, folder, parallel=suite.jobs, budget_s=suite.budget_s, least_s=suite.least_s, on_end=on_end)
     runs.sort(key=lambda run: (run["task"], run["mixers"]))
     print("\n".join(table(runs)))
     print(f"{len(runs)} models in {time.monotonic() - start:.0f} s; files in {suite.out}/ (results.json, recall.jsonl, errors.txt)")

@@ -91,7 +91,7 @@ class Trained:
     params: Any
     accuracy: np.ndarray  # [steps,R], of fresh rows, before each update
     compile_s: float
-    """The first block: compilation and `block` steps."""
+    """The first block of the first seeds: compilation and `block` steps."""
     step_s: float | None
     """A step of the later blocks, all seeds; None with one block."""
 
@@ -103,15 +103,40 @@ def train(
     *,
     batch: int,
     block: int,
+    together: int | None = None,
     state: State | None = None,
-    on_block: Callable[[int, dict[str, list[float]]], None] = lambda step, means: None,
+    on_block: Callable[[int, int, dict[str, list[float]]], None] = lambda seed, step, means: None,
 ) -> Trained:
-    """Train one model a task for config.total_steps, a multiple of `block`.
+    """Train one model a task for config.total_steps, a multiple of `block`. All have one program, which takes `together` at a time.
 
-    Model r starts from seed r, or from its part of `state`, which is used up."""
-    count = config.total_steps // block
+    Model r starts from seed r, or from its part of `state`, which is used up. together: a divisor of the number of tasks; None: all.
+    on_block(first seed of those that train, step, mean of each metric a seed).
+    Raises FloatingPointError, with seed and step, when a loss or gradient is not finite: nothing that follows would mean anything."""
+    together = len(tasks) if together is None else together
+    if together < 1 or len(tasks) % together:
+        raise ValueError(f"together={together}; it must divide the number of models, {len(tasks)}.")
     train_block = make_train_block(shape, config)
-    state = initial_state(shape, config, list(range(len(tasks)))) if state is None else state
+    done: list[Trained] = []
+    for first in range(0, len(tasks), together):
+        seeds = list(range(first, first + together))
+        begin = (
+            initial_state(shape, config, seeds)
+            if state is None
+            else jax.tree.map(lambda x, at=slice(first, first + together): x[at], state)
+        )
+        report = lambda step, means, first=first: on_block(first, step, means)
+        done.append(_train_some(train_block, begin, tasks[first : first + together], config.total_steps // block, block, batch, report))
+    later = [one.step_s for one in done]
+    return Trained(
+        jax.tree.map(lambda *x: jnp.concatenate(x), *(one.params for one in done)),
+        np.concatenate([one.accuracy for one in done], axis=1),
+        compile_s=done[0].compile_s,
+        step_s=None if None in later else sum(later),
+    )
+
+
+def _train_some(train_block, state: State, tasks, count: int, block: int, batch: int, report) -> Trained:
+    """The models of `state`, which has the seeds first, in one program."""
     accuracy, seconds = [], []
     for index, rows in enumerate(blocks(tasks, count, block, batch)):
         start = time.perf_counter()
@@ -119,7 +144,11 @@ def train(
         metrics = jax.tree.map(np.asarray, metrics)
         seconds.append(time.perf_counter() - start)
         accuracy.append(metrics["accuracy"])
-        on_block((index + 1) * block, {name: values.mean(axis=0).tolist() for name, values in metrics.items()})
+        bad = np.argwhere(~(np.isfinite(metrics["loss"]) & np.isfinite(metrics["norm"])))
+        if len(bad):
+            step, model = bad[0]
+            raise FloatingPointError(f"step {index * block + step + 1} of seed {tasks[model].seed}: loss or gradient is not finite.")
+        report((index + 1) * block, {name: values.mean(axis=0).tolist() for name, values in metrics.items()})
     later = float(np.mean(seconds[1:])) / block if count > 1 else None
     return Trained(state.params, np.concatenate(accuracy), compile_s=seconds[0], step_s=later)
 

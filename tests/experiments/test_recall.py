@@ -2,9 +2,8 @@
 
 import dataclasses
 import json
-import os
 import statistics
-import sys
+import time
 
 import jax
 import jax.numpy as jnp
@@ -131,36 +130,49 @@ def test_command(tmp_path):
     assert all((tmp_path / name).stat().st_size > 10_000 for name in ("recall.png", "extrapolation.png"))
 
 
-def test_suite_runs_what_fits(tmp_path):
-    """One process ends, one fails, one outlasts the budget, one is not started: all four stand in what is reported."""
-    hangs = "import os, time; print(os.getpid(), flush=True); time.sleep(600)"
-    soon = "import time; time.sleep(0.5)"
-    scripts = {"ends": soon, "fails": f"{soon}; raise SystemExit(3)", "hangs": hangs, "waits": ""}
-    jobs = [recall_suite.Job(name, {"task": "stack"}, [sys.executable, "-c", script]) for name, script in scripts.items()]
-    ends = {}
+def test_suite_runs_what_fits():
+    """One model ends, one fails, one outlasts the budget, one is not started: all four stand in what is reported."""
+    _, study = recall_suite.studies(recall_suite.Suite(out=None))[0]
+    block = {"event": "block", "seed": 0, "step": 7, "accuracy": [0.5]}
 
-    def on_end(job, status, reason):
-        ends[job.name] = status, reason
+    def run(study, mixers, record):
+        record(block)
+        return {"status": "done"}
 
-    recall_suite.run_jobs(jobs, tmp_path, parallel=3, budget_s=4, least_s=3.6, on_end=on_end)
-    assert {name: status for name, (status, _) in ends.items()} == {
-        "ends": "done",
-        "fails": "failed",
-        "hangs": "stopped",
-        "waits": "skipped",
-    }
-    assert ends["fails"][1] == "exit status 3"
-    with pytest.raises(ProcessLookupError):
-        os.kill(int((tmp_path / "hangs" / "log.txt").read_text()), 0)
-    (tmp_path / "hangs" / "recall.jsonl").write_text('{"event": "block", "step": 7, "accuracy": [0.5]}\n{"event": "blo')
-    run = recall_suite.outcome(jobs[2], tmp_path, *ends["hangs"])
-    assert run["status"] == "stopped" and "after step 7 its training accuracy was 0.500" in run["reason"]
+    def fails(study, mixers, record):
+        raise FloatingPointError("step 3 of seed 1: loss or gradient is not finite.")
+
+    seen, later = [], time.monotonic() + 60
+    assert recall_suite.run_within(study, seen.append, later, 1, run) == {"status": "done"} and seen == [block]
+    failed = recall_suite.run_within(study, seen.append, later, 1, fails)
+    assert failed["status"] == "failed" and "FloatingPointError: step 3 of seed 1" in failed["reason"] and "fails" in failed["traceback"]
+    stopped = recall_suite.run_within(study, seen.append, time.monotonic(), -1, run)
+    assert stopped["status"] == "stopped" and "after step 7 of seed 0 its training accuracy was [0.5]" in stopped["reason"]
+    skipped = recall_suite.run_within(study, seen.append, time.monotonic() + 2, 5, run)
+    assert skipped["status"] == "skipped" and skipped["task"] == "mqar" and len(recall.table([skipped, stopped, failed])) == 5
 
 
-def test_suite_commands_give_back_their_studies():
-    suite = recall_suite.Suite(out=None, steps=200)
-    for _, study in recall_suite.studies(suite):
-        assert recall.tyro.cli(recall.Study, args=recall_suite.flags(study)) == study
+def test_one_program_for_seeds_one_by_one():
+    """The same models as all at once, up to what a program of another shape rounds differently."""
+    tasks = [TINY.make_task(seed) for seed in range(2)]
+    shape, seen = TINY.shape("no_delta", tasks[0]), []
+    options = dict(batch=TINY.batch, block=TINY.block)
+    each = train(shape, TINY.optimizer(), tasks, **options, together=1, on_block=lambda seed, step, means: seen.append((seed, step)))
+    both = train(shape, TINY.optimizer(), tasks, **options)
+    assert seen == [(seed, step) for seed in (0, 1) for step in range(TINY.block, TINY.steps + 1, TINY.block)]
+    assert each.accuracy.shape == both.accuracy.shape == (TINY.steps, 2)
+    for a, b in zip(jax.tree.leaves(each.params), jax.tree.leaves(both.params), strict=True):
+        np.testing.assert_allclose(a, b, atol=2e-3)
+
+
+def test_training_that_is_not_finite_ends():
+    tasks = [TINY.make_task(seed) for seed in (4, 5)]
+    shape = TINY.shape("no_delta", tasks[0])
+    state = initial_state(shape, TINY.optimizer(), [4, 5])
+    embedding = state.params["embedding"].at[1].set(jnp.nan)
+    state = state._replace(params=state.params | {"embedding": embedding})
+    with pytest.raises(FloatingPointError, match="step 1 of seed 5"):
+        train(shape, TINY.optimizer(), tasks, batch=TINY.batch, block=TINY.block, state=state)
 
 
 @pytest.mark.parametrize(
@@ -168,6 +180,7 @@ def test_suite_commands_give_back_their_studies():
     [
         ({"steps": 100}, "no multiple of --block 30"),
         ({"batch": 0}, "--batch is 0"),
+        ({"together": 2}, "--together 2 does not divide --seeds 3"),
         ({"pairs": 4}, "--pairs is not read by --task stack"),
         ({"eval_lengths": (96,)}, "--eval-lengths is of --task recall"),
         ({"mixers": ("mamba",)}, "mixer 'mamba'; there are kda"),
