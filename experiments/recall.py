@@ -58,6 +58,9 @@ class Study:
     width: int = 256
     heads: int = 2
     head_dim: int = 128
+    tied: bool | None = None
+    """Output matrix = embedding. None: for mqar, as in Zoology: with output rows of their own 4,096 values are not learned in 2,000
+    steps, for a row is learned only once recall finds its value, and recall only once rows are right."""
     length: int | None = None
     """Tokens a row; None: 255 for stack, 256 for the others."""
     vocab_size: int | None = None
@@ -108,7 +111,8 @@ class Study:
         if len(names) not in (1, self.layers):
             raise ValueError(f"--mixers {mixers}: {len(names)} names for {self.layers} layers; give one, or one a layer.")
         names = names * self.layers if len(names) == 1 else names
-        return Shape(task.vocab_size, names, self.width, self.heads, self.head_dim, self.dtype, rotary_scale)
+        tied = self.task == "mqar" if self.tied is None else self.tied
+        return Shape(task.vocab_size, names, self.width, self.heads, self.head_dim, self.dtype, tied, rotary_scale)
 
     def optimizer(self) -> OptimizerConfig:
         return OptimizerConfig(learning_rate=self.learning_rate, total_steps=self.steps, warmup_fraction=0.05)
@@ -147,7 +151,7 @@ def run_one(study: Study, mixers: str, record: Any) -> dict[str, Any]:
 
 def identity(study: Study, mixers: str) -> dict[str, Any]:
     """What a result belongs to."""
-    names = ("task", "steps", "batch", "seeds", "learning_rate", "width", "head_dim", "dtype")
+    names = ("task", "steps", "batch", "seeds", "learning_rate", "width", "head_dim", "tied", "dtype")
     return {"mixers": mixers, **{name: getattr(study, name) for name in names}, "length": study.make_task(0).length}
 
 

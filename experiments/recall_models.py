@@ -1,6 +1,6 @@
 """Small sequence models for the recall study: one kind of token mixing a layer, everything else alike.
 
-A layer is `x + mixer(norm(x))`, then `x + feed_forward(norm(x))` (SiTU-GLU); embeddings are untied, a norm stands before the output.
+A layer is `x + mixer(norm(x))`, then `x + feed_forward(norm(x))` (SiTU-GLU); a norm stands before the output.
 The mixers, with short convolutions of 4 taps but for the attention:
 
   kda            Kimi Delta Attention as in moejax: delta rule, bounded decay of its own for every key channel
@@ -51,6 +51,8 @@ class Shape:
     head_dim: int = 128
     dtype: str = "float32"
     """Of activations; parameters, gates, norms and logits are float32."""
+    tied: bool = False
+    """Whether the output matrix is the embedding, as in Zoology's models."""
     rotary_scale: float = 1.0
     """Position interpolation of "mla_rotary" (positions are divided by it); other mixers have no positions."""
 
@@ -61,19 +63,21 @@ class Shape:
 
 
 class RecallModel(nn.Module):
-    """tokens [B,T] int32 -> logits [B,T,N] float32."""
+    """tokens [B,T] int32 -> logits [B,T,N] float32; with at [B,A] int32 those of positions `at` alone, [B,A,N]."""
 
     shape: Shape
 
     @nn.compact
-    def __call__(self, tokens: jax.Array) -> jax.Array:
+    def __call__(self, tokens: jax.Array, at: jax.Array | None = None) -> jax.Array:
         s = self.shape
         embedding = self.param("embedding", NORMAL, (s.vocabulary, s.width), jnp.float32)
         x = embedding[tokens].astype(s.dtype)  # cast behind the lookup: its gradient sums many rows, in float32
         for i, mixer in enumerate(s.mixers):
             x = x + _mixer(s, mixer, f"mixer_{i}")(RMSNorm(EPS, name=f"mixer_norm_{i}")(x))
             x = x + FeedForward(2 * s.width, name=f"mlp_{i}")(RMSNorm(EPS, name=f"mlp_norm_{i}")(x))
-        output = self.param("output", NORMAL, (s.width, s.vocabulary), jnp.float32)
+        output = embedding.T if s.tied else self.param("output", NORMAL, (s.width, s.vocabulary), jnp.float32)
+        if at is not None:
+            x = jnp.take_along_axis(x, at[..., None], axis=1)
         x = RMSNorm(EPS, name="output_norm")(x)
         return jnp.einsum("btd,dn->btn", x, output.astype(s.dtype), preferred_element_type=jnp.float32)
 

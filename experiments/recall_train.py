@@ -1,6 +1,6 @@
 """Training and scoring of the recall study: several seeds of one model in one program, many steps a call.
 
-Shapes: S steps of a block, R seeds, B rows of a step, T tokens, N vocabulary.
+Shapes: S steps of a block, R seeds, B rows of a step, T tokens, A answers of a row, N vocabulary.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import numpy as np
 import optax
 
 from experiments.recall_models import RecallModel, Shape, initial_parameters
-from moejax.data.synthetic_tasks import SyntheticTask, TaskBatch
+from moejax.data.synthetic_tasks import SyntheticTask
 from moejax.evals.synthetic import TaskScore, answer_accuracy
 from moejax.train import OptimizerConfig, adamw
 
@@ -32,13 +32,26 @@ class State(NamedTuple):
     moments: Any
 
 
-def block_of(tasks: Sequence[SyntheticTask], index: int, steps: int, rows: int) -> TaskBatch:
-    """[S,R,B,T]: seed r has rows of its own; block `index` is always the same."""
+class Rows(NamedTuple):
+    """Rows to train on, [S,R,B,...]; A answers of a row, those beyond its own are not `real`. Logits are taken at answers only."""
+
+    tokens: np.ndarray  # int32 [...,T]
+    at: np.ndarray  # int32 [...,A] positions, in order
+    targets: np.ndarray  # int32 [...,A]
+    real: np.ndarray  # bool [...,A]
+
+
+def block_of(tasks: Sequence[SyntheticTask], index: int, steps: int, rows: int) -> Rows:
+    """[S,R,B,T]: seed r has rows of its own; block `index` is always the same. A is a multiple of 64, that blocks share their program."""
     parts = [task.batch(index, steps * rows) for task in tasks]
-    return jax.tree.map(lambda *x: np.stack([a.reshape(steps, rows, -1) for a in x], axis=1), *parts)
+    made = jax.tree.map(lambda *x: np.stack([a.reshape(steps, rows, -1) for a in x], axis=1), *parts)
+    most = min(-(-int(made.loss_mask.sum(-1).max()) // 64) * 64, made.tokens.shape[-1])
+    at = np.argsort(~made.loss_mask, axis=-1, kind="stable")[..., :most].astype(np.int32)
+    taken = (np.take_along_axis(x, at, axis=-1) for x in (made.targets, made.loss_mask))
+    return Rows(made.tokens, at, *taken)
 
 
-def blocks(tasks: Sequence[SyntheticTask], count: int, steps: int, rows: int) -> Iterator[TaskBatch]:
+def blocks(tasks: Sequence[SyntheticTask], count: int, steps: int, rows: int) -> Iterator[Rows]:
     """Blocks 0 ... count - 1, the next one made while the device works on this one."""
     with ThreadPoolExecutor(1) as pool:
         upcoming = pool.submit(block_of, tasks, 0, steps, rows)
@@ -49,24 +62,24 @@ def blocks(tasks: Sequence[SyntheticTask], count: int, steps: int, rows: int) ->
             yield block
 
 
-def answers(model: RecallModel, params: Any, rows: TaskBatch) -> tuple[jax.Array, jax.Array]:
-    """(cross-entropy, right or not) at every position, 0 where no answer is due; [B,T] float32."""
-    logits: Any = model.apply({"params": params}, rows.tokens)
+def answers(model: RecallModel, params: Any, rows: Rows) -> tuple[jax.Array, jax.Array]:
+    """(cross-entropy, right or not) of every answer, 0 where none is due; [B,A] float32."""
+    logits: Any = model.apply({"params": params}, rows.tokens, rows.at)
     loss = optax.softmax_cross_entropy_with_integer_labels(logits, rows.targets)
     right = jnp.argmax(logits, axis=-1) == rows.targets
-    return jnp.where(rows.loss_mask, loss, 0), jnp.where(rows.loss_mask, right, False).astype(jnp.float32)
+    return jnp.where(rows.real, loss, 0), jnp.where(rows.real, right, False).astype(jnp.float32)
 
 
-def make_train_block(shape: Shape, config: OptimizerConfig) -> Callable[[State, TaskBatch], tuple[State, Any]]:
+def make_train_block(shape: Shape, config: OptimizerConfig) -> Callable[[State, Rows], tuple[State, Any]]:
     """train_block(state, block) -> (state, {"loss", "accuracy", "norm"} [S,R] of each step before its update). Donates the state."""
     model, optimizer = RecallModel(shape), adamw(config)
 
     def loss_of(params, rows):
         loss, right = answers(model, params, rows)
-        count = jnp.maximum(rows.loss_mask.sum(), 1)
+        count = jnp.maximum(rows.real.sum(), 1)
         return loss.sum() / count, right.sum() / count
 
-    def step(state: State, rows: TaskBatch):
+    def step(state: State, rows: Rows):
         (loss, accuracy), gradients = jax.value_and_grad(loss_of, has_aux=True)(state.params, rows)
         norm = optax.tree.norm(gradients)
         gradients = jax.tree.map(lambda g: g * jnp.minimum(1.0, CLIP / jnp.maximum(norm, 1e-12)), gradients)
@@ -159,8 +172,8 @@ def score(shape: Shape, params: Any, task: SyntheticTask, *, rows: int, calls: i
 
     @jax.jit
     def predict(params, tokens, at):
-        logits: Any = model.apply({"params": params}, tokens)
-        return jnp.take_along_axis(jnp.argmax(logits, axis=-1), at, axis=1)
+        logits: Any = model.apply({"params": params}, tokens, at)
+        return jnp.argmax(logits, axis=-1)
 
     params = jax.device_get(params)  # cut on the host: a slice on the device would compile for every shape
     seeds = [jax.device_put(jax.tree.map(lambda x, r=r: x[r], params)) for r in range(len(jax.tree.leaves(params)[0]))]

@@ -32,7 +32,8 @@ def read_rows(paths: Sequence[pathlib.Path]) -> Rows:
 
 def draw(path: pathlib.Path, rows: Rows) -> None:
     """Write a PNG of the panels that `rows` fill. ValueError where they fill none."""
-    points = [point for row in rows for point in _points(row)]
+    longest = max((row["length"] for row in rows if "ratio" in row), default=0)
+    points = [point for row in rows for point in _points(row, longest)]
     panels = [panel for panel in PANELS if any(panel.y in point for point in points)]
     if not panels:
         raise ValueError("no measurement of latency.py among the rows; give the file of its --out.")
@@ -41,8 +42,8 @@ def draw(path: pathlib.Path, rows: Rows) -> None:
     latency_picture(path, points, panels, title=f"{device}: {parameters / 1e6:,.0f}M parameters, bfloat16")
 
 
-def _points(row: dict[str, Any]) -> Rows:
-    """What a row of latency.py puts into the panels."""
+def _points(row: dict[str, Any], longest: int) -> Rows:
+    """What a row of latency.py puts into the panels. longest: context that was decoded at."""
     section = row.get("section")
     if "p50_ms" in row:
         return [row]
@@ -58,7 +59,8 @@ def _points(row: dict[str, Any]) -> Rows:
         return [{"model": row["model"], "rows": row["rows"], "speed": row["tokens_s"]}]
     if section == "decode" and "ratio" in row:  # batches grow within a length: the last one counts
         batch = "one row, bound by launches" if row["rows"] == 1 else "largest batch measured"
-        return [{"batch": batch, "length": row["length"], "over_floor": row["ratio"]}]
+        speed = [{"model": row["model"], "rows": row["rows"], "speed": row["tokens_s"]}] if row["length"] == longest else []
+        return [{"batch": batch, "length": row["length"], "over_floor": row["ratio"]}, *speed]
     return []
 
 

@@ -181,9 +181,12 @@ def _legend(axes: Any, *, columns: int) -> None:
 
 
 def _length_axis(axes: Any, lengths: Collection[int], label: str) -> None:
-    """Powers of two, every length named; every second one where they would touch."""
+    """A logarithmic axis; every length is named that is at least a tenth of the axis behind the last one named."""
     axes.set_xscale("log", base=2)
-    shown = sorted(lengths)[:: 1 + len(lengths) // 11]
+    apart, shown = (max(lengths) / min(lengths)) ** 0.0999, []
+    for length in sorted(lengths):
+        if not shown or length >= shown[-1] * apart:
+            shown.append(length)
     axes.set_xticks(shown, [length_name(int(length)) for length in shown])
     axes.minorticks_off()
     axes.set_xlabel(label)

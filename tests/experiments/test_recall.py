@@ -107,8 +107,13 @@ def test_seeds_have_rows_of_their_own_and_blocks_follow():
     tasks = [SMALL.make_task(seed) for seed in (0, 1)]
     block = block_of(tasks, 1, 2, 3)
     assert block.tokens.shape == (2, 2, 3, 48)
-    wanted = tasks[1].batch(1, 6).tokens.reshape(2, 3, 48)
+    made = tasks[1].batch(1, 6)
+    wanted = made.tokens.reshape(2, 3, 48)
     assert np.array_equal(block.tokens[:, 1], wanted) and not np.array_equal(block.tokens[:, 0], wanted)
+    at, targets, real = (x[:, 1].reshape(6, -1) for x in block[1:])
+    for row in range(6):  # exactly the answers, in order
+        assert np.array_equal(at[row][real[row]], np.flatnonzero(made.loss_mask[row]))
+        assert np.array_equal(targets[row][real[row]], made.targets[row][made.loss_mask[row]])
 
 
 TINY = dataclasses.replace(SMALL, steps=2, block=1, batch=2, width=16, eval_rows=2, eval_calls=1, seeds=2)
