@@ -3,8 +3,9 @@
     python -m experiments.recall_suite --out F                   # H200: stack, mqar and length extrapolation, 3 seeds each
     python -m experiments.recall_suite --out F --parts stack     # one part
 
-Threads, because such small models leave most of a GPU idle and each has programs of its own to compile; and not processes, because a GPU
-that is shared by turns stops kernels in their middle: there KDA's kernels gave NaN (BUILD_NOTES, "One GPU for several processes").
+Threads, because each model has programs of its own to compile, and that is half of the time; on the device one runs at a time. Not
+processes: a GPU that several share stops kernels in their middle, and there training with KDA's kernels became NaN (BUILD_NOTES, "One GPU
+for several processes").
 What does not fit the budget is not started, or stopped, and stands in the results as such. Writes results.json (of all, after every
 end), recall.jsonl (all events) and errors.txt into --out.
 """
@@ -78,10 +79,12 @@ def studies(suite: Suite) -> list[tuple[str, Study]]:
     return found
 
 
-def run_within(study: Study, record: Callable[[dict[str, Any]], None], end: float, least_s: float, run: Any = run_one) -> dict[str, Any]:
+def run_within(
+    study: Study, record: Callable[[dict[str, Any]], None], end: float, least_s: float, run: Any = run_one, turn: Any = None
+) -> dict[str, Any]:
     """The run of a study of one model for results.json: its results, or why there are none and how far it came.
 
-    end: of the budget, of time.monotonic. run: as `recall.run_one`."""
+    end: of the budget, of time.monotonic. run: as `recall.run_one`, which gets `turn`."""
     (mixers,) = study.mixers
     last: dict[str, Any] | None = None
 
@@ -99,7 +102,7 @@ def run_within(study: Study, record: Callable[[dict[str, Any]], None], end: floa
     if end - time.monotonic() < least_s:
         return ended("skipped", f"less than {least_s:.0f} s of the budget were left")
     try:
-        return run(study, mixers, watched)
+        return run(study, mixers, watched, turn)
     except OutOfTime:
         return ended("stopped", "the budget was spent")
     except Exception as error:  # the other models are worth having
@@ -108,7 +111,7 @@ def run_within(study: Study, record: Callable[[dict[str, Any]], None], end: floa
 
 def main(suite: Suite) -> list[dict[str, Any]]:
     suite.out.mkdir(parents=True, exist_ok=True)
-    start, runs, lock = time.monotonic(), [], threading.Lock()
+    start, runs, lock, turn = time.monotonic(), [], threading.Lock(), threading.Lock()
     for name in ("recall.jsonl", "errors.txt"):
         (suite.out / name).write_text("")
 
@@ -119,7 +122,7 @@ def main(suite: Suite) -> list[dict[str, Any]]:
     record = lambda event: append("recall.jsonl", json.dumps(event))
     with ThreadPoolExecutor(suite.jobs) as pool:
         end = start + suite.budget_s
-        futures = {pool.submit(run_within, study, record, end, suite.least_s): name for name, study in studies(suite)}
+        futures = {pool.submit(run_within, study, record, end, suite.least_s, turn=turn): name for name, study in studies(suite)}
         for future in as_completed(futures):
             run = future.result()
             if trace := run.pop("traceback", None):

@@ -140,11 +140,11 @@ def test_suite_runs_what_fits():
     _, study = recall_suite.studies(recall_suite.Suite(out=None))[0]
     block = {"event": "block", "seed": 0, "step": 7, "accuracy": [0.5]}
 
-    def run(study, mixers, record):
+    def run(study, mixers, record, turn):
         record(block)
         return {"status": "done"}
 
-    def fails(study, mixers, record):
+    def fails(study, mixers, record, turn):
         raise FloatingPointError("step 3 of seed 1: loss or gradient is not finite.")
 
     seen, later = [], time.monotonic() + 60
