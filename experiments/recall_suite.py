@@ -4,8 +4,7 @@
     python -m experiments.recall_suite --out F --parts stack     # one part
 
 Threads, because each model has programs of its own to compile, and that is half of the time; on the device one runs at a time. Not
-processes: a GPU that several share stops kernels in their middle, and there training with KDA's kernels became NaN (BUILD_NOTES, "One GPU
-for several processes").
+processes: where five shared a card, training with KDA's kernels became NaN (BUILD_NOTES, "One GPU for several processes").
 What does not fit the budget is not started, or stopped, and stands in the results as such. Writes results.json (of all, after every
 end), recall.jsonl (all events) and errors.txt into --out.
 """

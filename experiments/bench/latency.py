@@ -38,6 +38,8 @@ from collections.abc import Iterator, Sequence
 
 if __name__ == "__main__":  # before jax is imported
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.95")  # the largest batches need it
+    # and one pool: one layer's latents of the largest batch are 28 GB, for which pieces that grew one by one had no room.
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "true")
     os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(pathlib.Path(tempfile.gettempdir()) / "moejax-latency"))
 
 import jax
