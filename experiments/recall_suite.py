@@ -31,6 +31,8 @@ PARTS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "mqar": ({"task": "mqar"}, ("kda", "kda_zero_bias")),
     "extrapolation": ({"task": "recall", "eval_lengths": LENGTHS}, ("kda,mla", "kda,mla_rotary", "kda", "mla_rotary")),
 }
+LONGER = {"mqar": 2}
+"""Parts that take so many times --steps."""
 ORDER = (
     *(("mqar", 0), ("extrapolation", 0), ("mqar", 1), ("extrapolation", 1), ("stack", 0)),
     *(("stack", 2), ("extrapolation", 2), ("extrapolation", 3), ("stack", 1), ("stack", 3)),
@@ -74,6 +76,7 @@ def studies(suite: Suite) -> list[tuple[str, Study]]:
         if part in suite.parts:
             settings, mixers = PARTS[part]
             shared: dict[str, Any] = {name: getattr(suite, name) for name in SHARED}
+            shared["steps"] *= LONGER.get(part, 1)
             found.append((f"{part}-{mixers[index].replace(',', '-')}", Study(mixers=(mixers[index],), **settings, **shared)))
     return found
 
