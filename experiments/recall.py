@@ -150,8 +150,10 @@ def run_one(study: Study, mixers: str, record: Any, turn: Any = None) -> dict[st
 
 def identity(study: Study, mixers: str) -> dict[str, Any]:
     """What a result belongs to."""
-    names = ("task", "steps", "batch", "seeds", "learning_rate", "width", "head_dim", "tied", "dtype")
-    return {"mixers": mixers, **{name: getattr(study, name) for name in names}, "length": study.make_task(0).length}
+    names = ("task", "steps", "batch", "seeds", "learning_rate", "width", "head_dim", "dtype")
+    task = study.make_task(0)
+    tied = study.shape(mixers, task).tied
+    return {"mixers": mixers, **{name: getattr(study, name) for name in names}, "tied": tied, "length": task.length}
 
 
 def evaluations(study: Study, mixers: str) -> list[tuple[int, float]]:
