@@ -1,8 +1,8 @@
 """What is in a published checkpoint: layers, kinds, parameters, dtypes, bytes. Reads headers and config.json, no weights.
 
-python -m experiments.inspect_checkpoint FOLDER
-python -m experiments.inspect_checkpoint FOLDER --verify            # names, shapes, dtypes; exit status 1 if they differ
-python -m experiments.inspect_checkpoint FOLDER --verify --preset kimi_k3
+    python -m experiments.inspect_checkpoint FOLDER
+    python -m experiments.inspect_checkpoint FOLDER --verify            # names, shapes, dtypes; exit status 1 if they differ
+    python -m experiments.inspect_checkpoint FOLDER --verify --preset kimi_k3
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ import numpy as np
 import tyro
 
 from experiments.recall_models import MIXERS, Shape
-from experiments.recall_train import score, train
+from experiments.recall_train import ALONE, score, train
 from moejax.data.synthetic_tasks import MQAR, ZOOLOGY_MIX, KeyedRecall, Palindrome, Stack, SyntheticTask
 from moejax.train import OptimizerConfig
 
@@ -118,7 +118,7 @@ class Study:
         return OptimizerConfig(learning_rate=self.learning_rate, total_steps=self.steps, warmup_fraction=0.05)
 
 
-def run_one(study: Study, mixers: str, record: Any, turn: Any = None) -> dict[str, Any]:
+def run_one(study: Study, mixers: str, record: Any, turn: Any = ALONE) -> dict[str, Any]:
     """Train and score one kind of model. record: called with every event, a dict of plain values. turn: see `recall_train.train`."""
     start = time.perf_counter()
     tasks = [study.make_task(seed) for seed in range(study.seeds)]
@@ -164,7 +164,7 @@ def evaluations(study: Study, mixers: str) -> list[tuple[int, float]]:
     return [(trained, 1.0), *((length, 1.0) for length in longer), *((length, length / trained) for length in longer if rotary)]
 
 
-def evaluate(study: Study, mixers: str, params: Any, length: int, scale: float, turn: Any = None) -> dict[str, Any]:
+def evaluate(study: Study, mixers: str, params: Any, length: int, scale: float, turn: Any = ALONE) -> dict[str, Any]:
     start = time.perf_counter()
     task = study.make_task(EVAL_SEED, length)
     rows = max(1, min(study.eval_rows, study.eval_rows * 1024 // length))

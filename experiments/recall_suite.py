@@ -34,8 +34,16 @@ PARTS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
 LONGER = {"mqar": 2}
 """Parts that take so many times --steps."""
 ORDER = (
-    *(("mqar", 0), ("extrapolation", 0), ("mqar", 1), ("extrapolation", 1), ("stack", 0)),
-    *(("stack", 2), ("extrapolation", 2), ("extrapolation", 3), ("stack", 1), ("stack", 3)),
+    ("mqar", 0),
+    ("extrapolation", 0),
+    ("mqar", 1),
+    ("extrapolation", 1),
+    ("stack", 0),
+    ("stack", 2),
+    ("extrapolation", 2),
+    ("extrapolation", 3),
+    ("stack", 1),
+    ("stack", 3),
 )
 """(part, which of its models): what the claims rest on first."""
 SHARED = ("steps", "batch", "seeds", "together", "block", "dtype")
@@ -82,11 +90,11 @@ def studies(suite: Suite) -> list[tuple[str, Study]]:
 
 
 def run_within(
-    study: Study, record: Callable[[dict[str, Any]], None], end: float, least_s: float, run: Any = run_one, turn: Any = None
+    study: Study, record: Callable[[dict[str, Any]], None], end: float, least_s: float, turn: Any, run: Any = run_one
 ) -> dict[str, Any]:
     """The run of a study of one model for results.json: its results, or why there are none and how far it came.
 
-    end: of the budget, of time.monotonic. run: as `recall.run_one`, which gets `turn`."""
+    end: of the budget, of time.monotonic. turn: see `recall_train.train`. run: as `recall.run_one`."""
     (mixers,) = study.mixers
     last: dict[str, Any] | None = None
 
@@ -124,7 +132,7 @@ def main(suite: Suite) -> list[dict[str, Any]]:
     record = lambda event: append("recall.jsonl", json.dumps(event))
     with ThreadPoolExecutor(suite.jobs) as pool:
         end = start + suite.budget_s
-        futures = {pool.submit(run_within, study, record, end, suite.least_s, turn=turn): name for name, study in studies(suite)}
+        futures = {pool.submit(run_within, study, record, end, suite.least_s, turn): name for name, study in studies(suite)}
         for future in as_completed(futures):
             run = future.result()
             if trace := run.pop("traceback", None):

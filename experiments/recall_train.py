@@ -25,6 +25,8 @@ from moejax.evals.synthetic import TaskScore, answer_accuracy
 from moejax.train import OptimizerConfig, adamw
 
 CLIP = 1.0  # global norm of a gradient
+ALONE = contextlib.nullcontext()
+"""`turn` of a process that trains one model at a time."""
 
 
 class State(NamedTuple):
@@ -139,7 +141,7 @@ def train(
     block: int,
     together: int | None = None,
     state: State | None = None,
-    turn: AbstractContextManager | None = None,
+    turn: AbstractContextManager = ALONE,
     on_block: Callable[[int, int, dict[str, list[float]]], None] = lambda seed, step, means: None,
 ) -> Trained:
     """Train one model a task for config.total_steps, a multiple of `block`. All have one program, which takes `together` at a time.
@@ -151,7 +153,6 @@ def train(
     together = len(tasks) if together is None else together
     if together < 1 or len(tasks) % together:
         raise ValueError(f"together={together}; it must divide the number of models, {len(tasks)}.")
-    turn = contextlib.nullcontext() if turn is None else turn
     train_block = make_train_block(shape, config, turn)
     done: list[Trained] = []
     for first in range(0, len(tasks), together):
@@ -188,7 +189,7 @@ def _train_some(train_block, state: State, tasks, count: int, block: int, batch:
 
 
 def score(
-    shape: Shape, params: Any, task: SyntheticTask, *, rows: int, calls: int, turn: AbstractContextManager | None = None
+    shape: Shape, params: Any, task: SyntheticTask, *, rows: int, calls: int, turn: AbstractContextManager = ALONE
 ) -> list[TaskScore]:
     """Each model of `params` (seeds first) on the same `calls` batches of `rows` rows; one program. turn: as of `train`."""
     model = RecallModel(shape)
@@ -197,7 +198,7 @@ def score(
         logits: Any = model.apply({"params": params}, tokens, at)
         return jnp.argmax(logits, axis=-1)
 
-    program = Program(predict, contextlib.nullcontext() if turn is None else turn)
+    program = Program(predict, turn)
     params = jax.device_get(params)  # cut on the host: a slice on the device would compile for every shape
     seeds = [jax.device_put(jax.tree.map(lambda x, r=r: x[r], params)) for r in range(len(jax.tree.leaves(params)[0]))]
     return [answer_accuracy(functools.partial(program, one), task, rows=rows * calls, batch=rows) for one in seeds]

@@ -31,7 +31,9 @@ class Study:
 def main(study: Study) -> dict[int, tuple[float, float, float]]:
     rng, results = np.random.default_rng(0), {}
     widths = (study.key, study.key, study.value)
-    q, k, v = (jnp.asarray(rng.normal(size=(study.batch, study.length, study.heads, width)), jnp.float32) for width in widths)
+    q, k, v = (
+        jnp.asarray(rng.normal(size=(study.batch, study.length, study.heads, width)), jnp.float32) for width in widths
+    )
     print(f"{study}, float32, jax {jax.__version__} on {jax.default_backend()}: value and gradients")
     for block in study.blocks:
         loss = lambda q, k, v, block=block: jnp.sum(attention(q, k, v, block=block) ** 2)

@@ -21,6 +21,7 @@ and what it compiled is measured up to 45 s beyond them:
 Most of the time is compiling: a step of 16 layers is 700 kernels, and XLA times the forms of each product ("Delay kernel timed out" comes
 from that and is harmless). Programs are kept in a folder of the temporary directory, so a second call is faster; XLA_FLAGS=
 --xla_gpu_autotune_level=2 leaves out the checks of that timing and =0 all of it, at the price of slower products.
+Leave XLA_PYTHON_CLIENT_PREALLOCATE as it is: one layer's latents of the largest batch are 28 GB, for which memory that grew had no room.
 Models: random weights in bfloat16, KDA states in float32. Before decoding, caches are filled with random numbers, not by a prefill.
 Every row is printed and written as soon as it is measured. Floors count each weight, state and latent once at 4.3 TB/s (latency_floor.py).
 """
@@ -38,8 +39,6 @@ from collections.abc import Iterator, Sequence
 
 if __name__ == "__main__":  # before jax is imported
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.95")  # the largest batches need it
-    # and one pool: one layer's latents of the largest batch are 28 GB, for which pieces that grew one by one had no room.
-    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "true")
     os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(pathlib.Path(tempfile.gettempdir()) / "moejax-latency"))
 
 import jax

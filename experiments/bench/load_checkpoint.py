@@ -37,7 +37,9 @@ def config(experts: int) -> ModelConfig:
         param_dtype="bfloat16",
         kda=KDAConfig(heads=4, key_dim=64, value_dim=64),
         mla=MLAConfig(heads=4, nope_dim=64, rope_dim=32, value_dim=64, q_latent=128, kv_latent=128),
-        moe=MoEConfig(experts=experts, experts_per_token=4, expert_width=1536, latent=1536, shared_width=1536, expert_weights="mxfp4"),
+        moe=MoEConfig(
+            experts=experts, experts_per_token=4, expert_width=1536, latent=1536, shared_width=1536, expert_weights="mxfp4"
+        ),
     )
 
 

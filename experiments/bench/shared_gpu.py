@@ -22,6 +22,13 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from moejax.kernels.kda.triton import stages as kda_stages
+from moejax.ops import short_conv
+
 QUEUED = 200  # launches between two looks by the host: 20 to 100 ms, where a turn is a few
 ROWS, TOKENS, HEADS, CHANNELS = 64, 256, 2, 128
 BOUND = -5.0
@@ -30,9 +37,6 @@ STAGES = ("prep", "forward", "both", "reverse", "summary", "grads", "conv", "nor
 
 def operands() -> dict[str, Any]:
     """Random operands of a layer as it is initialised."""
-    import jax.numpy as jnp
-    import numpy as np
-
     draw = np.random.default_rng(0)
     normal = lambda *shape, scale: jnp.asarray(scale * draw.standard_normal(shape), jnp.bfloat16)
     shape = (ROWS, TOKENS, HEADS, CHANNELS)
@@ -47,16 +51,11 @@ def operands() -> dict[str, Any]:
     }
 
 
-def stages(x: dict[str, Any]) -> dict[str, Callable[[dict[str, Any]], Any]]:
+def stages() -> dict[str, Callable[[dict[str, Any]], Any]]:
     """name -> kernel of the operands and of what earlier kernels gave (`p`, `walked`)."""
-    import jax
-    import jax.numpy as jnp
+    from moejax.kernels.kda.triton_norm import gated_rms_norm_triton  # Triton, which --help need not have
 
-    from moejax.kernels.kda.triton import stages as kernels
-    from moejax.kernels.kda.triton_norm import gated_rms_norm_triton
-    from moejax.ops import short_conv
-
-    run = kernels()
+    run = kda_stages()
     gate = lambda x: (x["q"], x["k"], x["g"], x["beta"], x["A_log"], x["dt_bias"], None)
     fixed: dict[str, Any] = dict(first=0, scale=CHANNELS**-0.5, lower_bound=BOUND, fused=True)
 
@@ -82,9 +81,6 @@ def stages(x: dict[str, Any]) -> dict[str, Callable[[dict[str, Any]], Any]]:
 
 def compared(kernel: Callable, x: dict[str, Any], wanted: Any) -> Any:
     """-> int32 [2]: numbers of kernel(x) whose bits are not those of `wanted`, and those that are not finite."""
-    import jax
-    import jax.numpy as jnp
-
     bits = lambda a: jax.lax.bitcast_convert_type(a, {2: jnp.uint16, 4: jnp.uint32}[a.dtype.itemsize])
     pairs = list(zip(jax.tree.leaves(kernel(x)), jax.tree.leaves(wanted), strict=True))
     return jnp.stack([sum(jnp.sum(bits(a) != bits(b)) for a, b in pairs), sum(jnp.sum(~jnp.isfinite(a)) for a, _ in pairs)])
@@ -92,11 +88,8 @@ def compared(kernel: Callable, x: dict[str, Any], wanted: Any) -> Any:
 
 def work(name: str, folder: pathlib.Path, options: argparse.Namespace) -> None:
     """One process: compile, a first run alone, then all stages together with the others."""
-    import jax
-    import numpy as np
-
     x = operands()
-    kernels = stages(x)
+    kernels = stages()
     with (folder / "alone").open("w") as alone:
         fcntl.flock(alone, fcntl.LOCK_EX)
         x["p"] = jax.block_until_ready(jax.jit(kernels["prep"])(x))

@@ -148,12 +148,12 @@ def test_suite_runs_what_fits():
         raise FloatingPointError("step 3 of seed 1: loss or gradient is not finite.")
 
     seen, later = [], time.monotonic() + 60
-    assert recall_suite.run_within(study, seen.append, later, 1, run) == {"status": "done"} and seen == [block]
-    failed = recall_suite.run_within(study, seen.append, later, 1, fails)
+    assert recall_suite.run_within(study, seen.append, later, 1, None, run) == {"status": "done"} and seen == [block]
+    failed = recall_suite.run_within(study, seen.append, later, 1, None, fails)
     assert failed["status"] == "failed" and "FloatingPointError: step 3 of seed 1" in failed["reason"] and "fails" in failed["traceback"]
-    stopped = recall_suite.run_within(study, seen.append, time.monotonic(), -1, run)
+    stopped = recall_suite.run_within(study, seen.append, time.monotonic(), -1, None, run)
     assert stopped["status"] == "stopped" and "after step 7 of seed 0 its training accuracy was [0.5]" in stopped["reason"]
-    skipped = recall_suite.run_within(study, seen.append, time.monotonic() + 2, 5, run)
+    skipped = recall_suite.run_within(study, seen.append, time.monotonic() + 2, 5, None, run)
     assert skipped["status"] == "skipped" and skipped["task"] == "mqar" and len(recall.table([skipped, stopped, failed])) == 5
 
 
