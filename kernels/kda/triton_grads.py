@@ -43,6 +43,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from . import triton_launch
+from .triton_barriers import close_barriers, open_barriers
 from .triton_grads_parts import (
     L2_EPS,
     LOG2E,
@@ -159,9 +160,7 @@ def grads_kernel(
 
     # T, S and dS come by TMA, all at once.
     t_tile = gl.allocate_shared_memory(gl.bfloat16, [C, C], _shared(C))
-    bars = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    mbarrier.init(bars.index(0), count=1)
-    mbarrier.init(bars.index(1), count=1)
+    bars = open_barriers(2, 1)
     row32 = scratch.to(gl.int32)
     mbarrier.expect(bars.index(0), C * C * 2)
     tma.async_copy_global_to_shared(t_desc, [row32 * C, 0], bars.index(0), t_tile)
@@ -448,6 +447,7 @@ def grads_kernel(
             d_rate = gl.sum((d_x * y).reshape([C * K]), axis=0)
             gl.store(d_rate_ptr + scratch, d_rate * (-BOUND / LOG2E))
     gl.store(dg_ptr + at_k + off_k, d_g.to(dg_ptr.dtype.element_ty), mask=in_row)
+    close_barriers(bars, 2)  # not behind their last wait, where it would take a barrier of the warps
 
 
 class Gradients(NamedTuple):

@@ -18,6 +18,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (  # pyright: ignor
     warpgroup_mma_wait,
 )
 
+from .triton_barriers import close_barriers, open_barriers
+
 C = gl.constexpr(32)
 COLUMNS = gl.constexpr(64)  # value columns of a group: the 64 rows of a wgmma
 
@@ -308,17 +310,6 @@ def _value_rings(K: gl.constexpr, STAGES: gl.constexpr, GROUPS: gl.constexpr):
     return values, decays
 
 
-@gluon.jit
-def _bars(SLOTS: gl.constexpr, filled: gl.constexpr, emptied: gl.constexpr):
-    """Of a ring: filled, emptied: how many parties say so."""
-    full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(SLOTS):
-        mbarrier.init(full.index(i), count=filled)
-        mbarrier.init(empty.index(i), count=emptied)
-    return full, empty
-
-
 # A buffer or an array that a kernel does not have is another one here, and not used.
 
 
@@ -329,7 +320,7 @@ def forward_kernel(
 ):  # fmt: skip
     block, head, batch, walk, sequence, begin, count = _place(gl.program_id(0), bounds, S, HV, first, V // (COLUMNS * GROUPS))
     column = block * (COLUMNS * GROUPS)
-    full, empty = _bars(STAGES, 1, GROUPS)
+    full, empty = open_barriers(STAGES, 1), open_barriers(STAGES, GROUPS)
     values, decays = _value_rings(K, STAGES, GROUPS)
     rings = (_ring(K, STAGES), _ring(K, STAGES), _ring(K, STAGES), _ring(C, STAGES), _ring(C, STAGES), values, decays, full, empty)
     staging = _ring(COLUMNS, GROUPS)
@@ -356,6 +347,8 @@ def forward_kernel(
             # Triton gives the first group what is left, at most 256; the three are to stay below 504, the registers of 3 x 4 warps.
             [216, 24],
         )
+    close_barriers(full, STAGES)
+    close_barriers(empty, STAGES)
 
 
 @gluon.jit
@@ -365,7 +358,7 @@ def summary_kernel(
 ):  # fmt: skip
     block, head, batch, walk, sequence, begin, count = _place(gl.program_id(0), bounds, S, HV, first, (V + K) // (COLUMNS * GROUPS))
     column = block * (COLUMNS * GROUPS)
-    full, empty = _bars(STAGES, 1, GROUPS)
+    full, empty = open_barriers(STAGES, 1), open_barriers(STAGES, GROUPS)
     values, decays = _value_rings(K, STAGES, GROUPS)
     ring_w, ring_t = _ring(K, STAGES), _ring(C, STAGES)
     rings = (ring_w, ring_w, _ring(K, STAGES), ring_t, ring_t, values, decays, full, empty)
@@ -393,6 +386,8 @@ def summary_kernel(
             [4, 1],
             [216, 56],
         )
+    close_barriers(full, STAGES)
+    close_barriers(empty, STAGES)
 
 
 @gluon.jit
@@ -402,7 +397,7 @@ def reverse_kernel(
 ):  # fmt: skip
     block, head, batch, walk, sequence, begin, count = _place(gl.program_id(0), bounds, S, HV, first, V // COLUMNS)
     column = block * COLUMNS
-    full, empty = _bars(STAGES, 1, 1)
+    full, empty = open_barriers(STAGES, 1), open_barriers(STAGES, 1)
     values, decays = _value_rings(K, STAGES, 1)
     ring_w, ring_p = _ring(K, STAGES), _ring(C, STAGES)
     rings = (ring_w, _ring(K, STAGES), _ring(K, STAGES), ring_p, ring_p, values, decays, full, empty)
@@ -416,6 +411,8 @@ def reverse_kernel(
         [1],
         [56],
     )
+    close_barriers(full, STAGES)
+    close_barriers(empty, STAGES)
 
 
 @gluon.jit
@@ -456,11 +453,11 @@ def both_kernel(
     program = half // 2 * blocks + gl.program_id(0) % blocks
     block, head, batch, walk, sequence, begin, count = _place(program, bounds, S, HV, first, blocks)
     column = block * COLUMNS
-    full, empty = _bars(STAGES, 1, 1)
+    full, empty = open_barriers(STAGES, 1), open_barriers(STAGES, 1)
     values, decays = _value_rings(K, STAGES, 1)
     square = _ring(C, STAGES)  # t forward, p in reverse
     rings = (_ring(K, STAGES), _ring(K, STAGES), _ring(K, STAGES), square, square, values, decays, full, empty)
-    ready, free = _bars(SLOTS, 1, 1)
+    ready, free = open_barriers(SLOTS, 1), open_barriers(SLOTS, 1)
     staged = (_ring(COLUMNS, SLOTS), _state_staging(K, SLOTS), ready, free)
     start = gl.where(back, begin + count - 1, begin)
     source = (sequence.to(gl.int32) * N, batch, head * V + column, first * C, start, count)
@@ -476,3 +473,7 @@ def both_kernel(
         [2, 1],
         [56, 56],
     )
+    close_barriers(full, STAGES)
+    close_barriers(empty, STAGES)
+    close_barriers(ready, SLOTS)
+    close_barriers(free, SLOTS)

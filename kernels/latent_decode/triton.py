@@ -30,6 +30,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (  # pyright: ignor
     warpgroup_mma_wait,
 )
 
+from ..kda.triton_barriers import close_barriers, open_barriers
 from ..kda.triton_launch import call, descriptor
 from ..kda.triton_rows import over_rows
 from .schedule import schedule
@@ -208,11 +209,7 @@ def part_kernel(
     p_tile = gl.allocate_shared_memory(gl.bfloat16, [BM, BS], tile_layout(BS))
     ring_x = gl.allocate_shared_memory(gl.bfloat16, [STAGES, BS, C], tile_layout(C))
     ring_y = gl.allocate_shared_memory(gl.bfloat16, [STAGES, BS, R], tile_layout(R))
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(STAGES):
-        mbarrier.init(full.index(i), count=1)
-        mbarrier.init(empty.index(i), count=1)
+    full, empty = open_barriers(STAGES, 1), open_barriers(STAGES, 1)
     rings, walk, place = (ring_x, ring_y, full, empty), (offsets, order), (block, program, rank, tile, stop)
     queries, arrays = (q_c, q_r, p_tile), (q, lengths, sums, stats)
     gl.warp_specialize(
@@ -223,6 +220,8 @@ def part_kernel(
         [1],
         [40],
     )
+    close_barriers(full, STAGES)
+    close_barriers(empty, STAGES)
 
 
 @triton.jit

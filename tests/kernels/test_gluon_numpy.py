@@ -122,6 +122,9 @@ def pipeline(x, w, o, M, K, STAGES: gl.constexpr, BK: gl.constexpr, ARRIVE_EARLY
         [1],
         [24],
     )
+    for i in gl.static_range(STAGES):
+        mbarrier.invalidate(full.index(i))
+        mbarrier.invalidate(empty.index(i))
 
 
 M, K = 100, 200
@@ -176,6 +179,29 @@ def test_deadlock_names_the_barrier():
     with pytest.raises(gn.KernelError, match=r"(?s)deadlock.*partition 0 .*barrier.*1 of 2 arrivals.*partition 1"):
         gn.run(stuck, (1,), STORE=0)
     compiles(stuck, {}, dict(STORE=0))
+
+
+@gluon.jit
+def left_open(EXPECT: gl.constexpr, CLOSE: gl.constexpr, AGAIN: gl.constexpr):
+    bar = mbarrier.allocate_mbarrier()
+    mbarrier.init(bar, count=1)
+    if EXPECT:
+        mbarrier.expect(bar, 16)
+    if CLOSE:
+        mbarrier.invalidate(bar)
+    if AGAIN:
+        mbarrier.arrive(bar)
+
+
+@pytest.mark.parametrize(
+    "expect,close,again,message",
+    [(0, 0, 0, "never invalidated: barrier"), (1, 1, 0, "invalidated: barrier.*16 bytes missing"), (0, 1, 1, "is not initialised")],
+)
+def test_a_barrier_is_closed_once_and_for_all(expect, close, again, message):
+    """Its place in shared memory may become another's: on a shared H200 an open barrier destroyed what was stored there."""
+    with pytest.raises(gn.KernelError, match=message):
+        gn.run(left_open, (1,), EXPECT=expect, CLOSE=close, AGAIN=again)
+    gn.run(left_open, (1,), EXPECT=0, CLOSE=1, AGAIN=0)
 
 
 @gluon.jit
@@ -331,6 +357,7 @@ def products(x, o, o2, T, WAIT: gl.constexpr):
         row = i * 64 + r
         gl.store(o2 + row[:, None] * 64 + c[None, :], c1, mask=row[:, None] < T)
     tma.store_wait(0)
+    mbarrier.invalidate(bar)
 
 
 def test_products_in_flight():
@@ -366,6 +393,7 @@ def test_host_descriptor_out_of_range():
         mbarrier.expect(bar, i_desc.nbytes_per_cta)
         tma.async_copy_global_to_shared(i_desc, [row, 0], bar, s)
         mbarrier.wait(bar, 0)
+        mbarrier.invalidate(bar)
         tma.async_copy_shared_to_global(o_desc, [0, 0], s)
         tma.store_wait(0)
 
@@ -402,6 +430,8 @@ def ringed(x_ptr, o_ptr, n, COLS: gl.constexpr):
         mbarrier.wait(bars.index(j % 2), (j // 2) & 1)
         total += s.index(j % 2).load(layout) * SCALE
         j += 1
+    for i in gl.static_range(2):
+        mbarrier.invalidate(bars.index(i))
     total = gl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=r,r", [total], dtype=gl.float32, is_pure=True, pack=1)
     even, odd = gl.split(total.reshape([16, COLS // 2, 2]))
     gl.store(o_ptr + at, gl.convert_layout(gl.join(odd, even).reshape([16, COLS]), layout))

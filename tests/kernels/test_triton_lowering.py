@@ -209,7 +209,8 @@ SPILLED, SHARED = 512, 227 * 1024
 
 
 def test_what_ptxas_says(compiled, tmp_path):
-    """The kernels of training at K = V = 128: no wgmma is serialised (C7510 to C7516), next to nothing spills, shared memory fits.
+    """The kernels of training at K = V = 128: no wgmma is serialised (C7510 to C7516), next to nothing spills, shared memory fits, every
+    barrier is closed where the kernel ends, so that no tile takes its place (triton_barriers).
 
     C7517, a wait that ptxas adds before registers of a wgmma are read, is let pass once a kernel: where a walk ends.
     """
@@ -225,3 +226,7 @@ def test_what_ptxas_says(compiled, tmp_path):
             report = f"{name}: {registers} registers, {spilled} bytes spilled, {shared} bytes of shared memory {warnings or ''}"
             print(report)
             assert warnings in ([], ["C7517"]) and spilled <= SPILLED and shared <= SHARED, report
+            assert ptx.count("mbarrier.init") == ptx.count("mbarrier.inval"), report
+            last = max(ptx.rfind("mbarrier.init"), ptx.rfind("mbarrier.try_wait"), ptx.rfind("mbarrier.arrive"))
+            assert last < 0 or last < ptx.find("mbarrier.inval"), report
+    assert {name for name, builds in compiled.items() if "mbarrier.inval" in builds[0][0]} >= {"forward_kernel", "both_kernel", "grads_kernel"}

@@ -46,6 +46,13 @@ def init(mbarrier, count):
     current().cta.barriers[mbarrier.a.ctypes.data] = Barrier(constant(count), f"barrier {mbarrier.name}")
 
 
+def invalidate(mbarrier):
+    current().cta.poke()
+    if barrier_at(mbarrier).tx:
+        raise KernelError(f"invalidated: {barrier_at(mbarrier)}")
+    del current().cta.barriers[mbarrier.a.ctypes.data]
+
+
 def expect(mbarrier, bytes_per_cta=None, pred=True):
     current().cta.poke()
     if tensor(pred):

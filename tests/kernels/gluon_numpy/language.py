@@ -34,7 +34,7 @@ _HOPPER = dict(
     fence_async_shared=fence_async_shared, warpgroup_mma=products.warpgroup_mma, warpgroup_mma_wait=products.warpgroup_mma_wait,
     mma_v2=products.mma_v2,
 )  # fmt: skip
-_MBARRIER = {name: getattr(barriers, name) for name in "allocate_mbarrier init expect arrive wait".split()}
+_MBARRIER = {name: getattr(barriers, name) for name in "allocate_mbarrier init invalidate expect arrive wait".split()}
 _TMA = dict(
     async_copy_global_to_shared=copies.tma_load, async_copy_shared_to_global=copies.tma_store, store_wait=copies.store_wait,
     make_tensor_descriptor=copies.make_tensor_descriptor,

@@ -61,5 +61,4 @@ def _finish(cta, state):
         if left:
             raise KernelError(f"{len(left)} {what} were never waited for")
     for bar in cta.barriers.values():
-        if bar.tx:
-            raise KernelError(f"at the end: {bar}")
+        raise KernelError(f"never invalidated: {bar}")
