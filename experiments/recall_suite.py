@@ -31,8 +31,8 @@ PARTS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "mqar": ({"task": "mqar"}, ("kda", "kda_zero_bias")),
     "extrapolation": ({"task": "recall", "eval_lengths": LENGTHS}, ("kda,mla", "kda,mla_rotary", "kda", "mla_rotary")),
 }
-LONGER = {"mqar": 2}
-"""Parts that take so many times --steps."""
+LONGER = {"mqar": 2, "extrapolation-mla_rotary": 5}
+"""Parts, or single models, that take so many times --steps."""
 ORDER = (
     ("mqar", 0),
     ("extrapolation", 0),
@@ -83,9 +83,10 @@ def studies(suite: Suite) -> list[tuple[str, Study]]:
     for part, index in ORDER:
         if part in suite.parts:
             settings, mixers = PARTS[part]
-            shared: dict[str, Any] = {name: getattr(suite, name) for name in SHARED}
-            shared["steps"] *= LONGER.get(part, 1)
-            found.append((f"{part}-{mixers[index].replace(',', '-')}", Study(mixers=(mixers[index],), **settings, **shared)))
+            name = f"{part}-{mixers[index].replace(',', '-')}"
+            shared: dict[str, Any] = {setting: getattr(suite, setting) for setting in SHARED}
+            shared["steps"] *= LONGER.get(name, LONGER.get(part, 1))
+            found.append((name, Study(mixers=(mixers[index],), **settings, **shared)))
     return found
 
 
