@@ -23,7 +23,7 @@ import numpy as np
 import tyro
 
 from experiments.recall_models import MIXERS, Shape
-from experiments.recall_train import ALONE, score, train
+from experiments.recall_train import score, train
 from moejax.data.synthetic_tasks import MQAR, ZOOLOGY_MIX, KeyedRecall, Palindrome, Stack, SyntheticTask
 from moejax.train import OptimizerConfig
 
@@ -118,8 +118,8 @@ class Study:
         return OptimizerConfig(learning_rate=self.learning_rate, total_steps=self.steps, warmup_fraction=0.05)
 
 
-def run_one(study: Study, mixers: str, record: Any, turn: Any = ALONE) -> dict[str, Any]:
-    """Train and score one kind of model. record: called with every event, a dict of plain values. turn: see `recall_train.train`."""
+def run_one(study: Study, mixers: str, record: Any) -> dict[str, Any]:
+    """Train and score one kind of model. record: called with every event, a dict of plain values."""
     start = time.perf_counter()
     tasks = [study.make_task(seed) for seed in range(study.seeds)]
 
@@ -127,12 +127,12 @@ def run_one(study: Study, mixers: str, record: Any, turn: Any = ALONE) -> dict[s
         seconds = round(time.perf_counter() - start, 2)
         record({"event": "block", "task": study.task, "mixers": mixers, "seed": seed, "step": step, **means, "seconds": seconds})
 
-    options: dict[str, Any] = dict(batch=study.batch, block=study.block, together=study.together, turn=turn, on_block=on_block)
+    options: dict[str, Any] = dict(batch=study.batch, block=study.block, together=study.together, on_block=on_block)
     trained = train(study.shape(mixers, tasks[0]), study.optimizer(), tasks, **options)
     curve = trained.accuracy.reshape(-1, study.block, study.seeds).mean(axis=(1, 2)).tolist()
     scores = []
     for length, scale in evaluations(study, mixers):
-        scores.append(evaluate(study, mixers, trained.params, length, scale, turn))
+        scores.append(evaluate(study, mixers, trained.params, length, scale))
         record({"event": "score", "task": study.task, "mixers": mixers, **scores[-1]})
     return {
         **identity(study, mixers),
@@ -164,11 +164,11 @@ def evaluations(study: Study, mixers: str) -> list[tuple[int, float]]:
     return [(trained, 1.0), *((length, 1.0) for length in longer), *((length, length / trained) for length in longer if rotary)]
 
 
-def evaluate(study: Study, mixers: str, params: Any, length: int, scale: float, turn: Any = ALONE) -> dict[str, Any]:
+def evaluate(study: Study, mixers: str, params: Any, length: int, scale: float) -> dict[str, Any]:
     start = time.perf_counter()
     task = study.make_task(EVAL_SEED, length)
     rows = max(1, min(study.eval_rows, study.eval_rows * 1024 // length))
-    scores = score(study.shape(mixers, task, scale), params, task, rows=rows, calls=study.eval_calls, turn=turn)
+    scores = score(study.shape(mixers, task, scale), params, task, rows=rows, calls=study.eval_calls)
     return {
         "length": length,
         "rotary_scale": scale,

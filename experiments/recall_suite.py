@@ -1,10 +1,11 @@
-"""The recall study as one command for one GPU: every model in a thread of one process, several at a time, within a time budget.
+"""The recall study as one command for one GPU: every model in a process of its own, several at a time, within a time budget.
 
     python -m experiments.recall_suite --out F                   # H200: stack, mqar and length extrapolation, 3 seeds each
     python -m experiments.recall_suite --out F --parts stack     # one part
 
-Threads, because each model has programs of its own to compile, and that is half of the time; on the device one runs at a time. Not
-processes: where five shared a card, training with KDA's kernels became NaN (BUILD_NOTES, "One GPU for several processes").
+Several at a time, because each model has programs of its own to compile, and that is half of the time; the card turns from one process to
+the next. Not threads of one process: where one loaded a program with cuDNN's attention while another trained, loading failed or the
+other's rows were garbage (jax 0.11.2).
 What does not fit the budget is not started, or stopped, and stands in the results as such. Writes results.json (of all, after every
 end), recall.jsonl (all events) and errors.txt into --out.
 """
@@ -12,12 +13,14 @@ end), recall.jsonl (all events) and errors.txt into --out.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
-import threading
+import multiprocessing
+import os
 import time
 import traceback
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any, Literal
 
@@ -90,18 +93,16 @@ def studies(suite: Suite) -> list[tuple[str, Study]]:
     return found
 
 
-def run_within(
-    study: Study, record: Callable[[dict[str, Any]], None], end: float, least_s: float, turn: Any, run: Any = run_one
-) -> dict[str, Any]:
+def run_within(study: Study, events: Path, end: float, least_s: float, run: Callable = run_one) -> dict[str, Any]:
     """The run of a study of one model for results.json: its results, or why there are none and how far it came.
 
-    end: of the budget, of time.monotonic. turn: see `recall_train.train`. run: as `recall.run_one`."""
+    events: a file that every event is appended to. end: of the budget, of time.monotonic. run: as `recall.run_one`."""
     (mixers,) = study.mixers
     last: dict[str, Any] | None = None
 
-    def watched(event: dict[str, Any]) -> None:
+    def record(event: dict[str, Any]) -> None:
         nonlocal last
-        record(event)
+        append(events, json.dumps(event))
         last = event if event["event"] == "block" else last
         if event["event"] == "block" and time.monotonic() > end:
             raise OutOfTime
@@ -113,31 +114,45 @@ def run_within(
     if end - time.monotonic() < least_s:
         return ended("skipped", f"less than {least_s:.0f} s of the budget were left")
     try:
-        return run(study, mixers, watched, turn)
+        return run(study, mixers, record)
     except OutOfTime:
         return ended("stopped", "the budget was spent")
     except Exception as error:  # the other models are worth having
         return ended("failed", f"{type(error).__name__}: {error}") | {"traceback": traceback.format_exc()}
 
 
+def in_a_process(function: Callable[[], dict[str, Any]], study: Study) -> dict[str, Any]:
+    """function() in a process of its own; a process that dies is a model that failed."""
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        try:
+            return pool.submit(function).result()
+        except Exception as error:
+            return {**identity(study, study.mixers[0]), "status": "failed", "reason": f"its process: {type(error).__name__}: {error}"}
+
+
+def append(file: Path, text: str) -> None:
+    """A line by one write: processes share the file."""
+    with file.open("ab", buffering=0) as raw:
+        raw.write(text.encode() + b"\n")
+
+
 def main(suite: Suite) -> list[dict[str, Any]]:
     suite.out.mkdir(parents=True, exist_ok=True)
-    start, runs, lock, turn = time.monotonic(), [], threading.Lock(), threading.Lock()
-    for name in ("recall.jsonl", "errors.txt"):
-        (suite.out / name).write_text("")
-
-    def append(name: str, text: str) -> None:
-        with lock, (suite.out / name).open("a") as file:
-            file.write(text + "\n")
-
-    record = lambda event: append("recall.jsonl", json.dumps(event))
+    start, runs = time.monotonic(), []
+    events, errors = suite.out / "recall.jsonl", suite.out / "errors.txt"
+    for file in (events, errors):
+        file.write_text("")
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # of the processes: each takes the memory that it needs
+    end = start + suite.budget_s
     with ThreadPoolExecutor(suite.jobs) as pool:
-        end = start + suite.budget_s
-        futures = {pool.submit(run_within, study, record, end, suite.least_s, turn): name for name, study in studies(suite)}
+        futures = {}
+        for name, study in studies(suite):
+            within = functools.partial(run_within, study, events, end, suite.least_s)
+            futures[pool.submit(in_a_process, within, study)] = name
         for future in as_completed(futures):
             run = future.result()
             if trace := run.pop("traceback", None):
-                append("errors.txt", f"== {futures[future]}\n{trace}")
+                append(errors, f"== {futures[future]}\n{trace}")
             runs.append(run)
             print(f"{time.monotonic() - start:6.1f} s  {futures[future]}: {run['status']} {run.get('reason', '')}", flush=True)
             write_results(suite.out, runs, {"suite": {k: str(v) for k, v in dataclasses.asdict(suite).items()}})

@@ -5,13 +5,11 @@ Shapes: S steps of a block, R seeds, B rows of a step, T tokens, A answers of a 
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import jax
@@ -25,8 +23,6 @@ from moejax.evals.synthetic import TaskScore, answer_accuracy
 from moejax.train import OptimizerConfig, adamw
 
 CLIP = 1.0  # global norm of a gradient
-ALONE = contextlib.nullcontext()
-"""`turn` of a process that trains one model at a time."""
 
 
 class State(NamedTuple):
@@ -74,28 +70,7 @@ def answers(model: RecallModel, params: Any, rows: Rows) -> tuple[jax.Array, jax
     return jnp.where(rows.real, loss, 0), jnp.where(rows.real, right, False).astype(jnp.float32)
 
 
-class Program:
-    """A function compiled once a shape, outside of `turn`, and run inside: of models that train in threads of one process all compile
-    at once and one runs at a time. (Two at a time: cuDNN once failed to load a program, jax 0.11.2.)"""
-
-    def __init__(self, function: Callable, turn: AbstractContextManager, donated: tuple[int, ...] = ()):
-        self._jitted, self._turn = jax.jit(function, donate_argnums=donated), turn
-        self._compiled: dict[Any, Any] = {}
-        self.seconds = 0.0
-        """Of the last run."""
-
-    def __call__(self, *arguments: Any) -> Any:
-        key = tuple(np.shape(x) for x in jax.tree.leaves(arguments))
-        if key not in self._compiled:
-            self._compiled[key] = self._jitted.lower(*arguments).compile()
-        with self._turn:
-            start = time.perf_counter()
-            out = jax.block_until_ready(self._compiled[key](*arguments))
-            self.seconds = time.perf_counter() - start
-        return out
-
-
-def make_train_block(shape: Shape, config: OptimizerConfig, turn: AbstractContextManager) -> Program:
+def make_train_block(shape: Shape, config: OptimizerConfig) -> Callable:
     """train_block(state, block) -> (state, {"loss", "accuracy", "norm"} [S,R] of each step before its update). Donates the state."""
     model, optimizer = RecallModel(shape), adamw(config)
 
@@ -111,7 +86,7 @@ def make_train_block(shape: Shape, config: OptimizerConfig, turn: AbstractContex
         updates, moments = optimizer.update(gradients, state.moments, state.params)
         return State(optax.apply_updates(state.params, updates), moments), {"loss": loss, "accuracy": accuracy, "norm": norm}
 
-    return Program(lambda state, block: jax.lax.scan(jax.vmap(step), state, block), turn, donated=(0,))
+    return jax.jit(lambda state, block: jax.lax.scan(jax.vmap(step), state, block), donate_argnums=0)
 
 
 def initial_state(shape: Shape, config: OptimizerConfig, seeds: list[int]) -> State:
@@ -141,25 +116,22 @@ def train(
     block: int,
     together: int | None = None,
     state: State | None = None,
-    turn: AbstractContextManager = ALONE,
     on_block: Callable[[int, int, dict[str, list[float]]], None] = lambda seed, step, means: None,
 ) -> Trained:
     """Train one model a task for config.total_steps, a multiple of `block`. All have one program, which takes `together` at a time.
 
     Model r starts from seed r, or from its part of `state`, which is used up. together: a divisor of the number of tasks; None: all.
-    turn: entered around everything that runs on the device (see Program). on_block(first seed of those that train, step, mean of each
-    metric a seed).
+    on_block(first seed of those that train, step, mean of each metric a seed).
     Raises FloatingPointError, with seed and step, when a loss or gradient is not finite: nothing that follows would mean anything."""
     together = len(tasks) if together is None else together
     if together < 1 or len(tasks) % together:
         raise ValueError(f"together={together}; it must divide the number of models, {len(tasks)}.")
-    train_block = make_train_block(shape, config, turn)
+    train_block = make_train_block(shape, config)
     done: list[Trained] = []
     for first in range(0, len(tasks), together):
         seeds = list(range(first, first + together))
         if state is None:
-            with turn:
-                begin = initial_state(shape, config, seeds)
+            begin = initial_state(shape, config, seeds)
         else:
             begin = jax.tree.map(lambda x, at=slice(first, first + together): x[at], state)
         report = lambda step, means, first=first: on_block(first, step, means)
@@ -176,9 +148,10 @@ def _train_some(train_block, state: State, tasks, count: int, block: int, batch:
     """The models of `state`, which has the seeds first, in one program."""
     accuracy, seconds = [], []
     for index, rows in enumerate(blocks(tasks, count, block, batch)):
-        state, metrics = train_block(state, jax.device_put(rows))
+        rows, start = jax.block_until_ready(jax.device_put(rows)), time.perf_counter()
+        state, metrics = train_block(state, rows)
         metrics = jax.tree.map(np.asarray, metrics)
-        seconds.append(train_block.seconds)
+        seconds.append(time.perf_counter() - start)
         accuracy.append(metrics["accuracy"])
         bad = np.argwhere(~(np.isfinite(metrics["loss"]) & np.isfinite(metrics["norm"])))
         if len(bad):
@@ -188,17 +161,15 @@ def _train_some(train_block, state: State, tasks, count: int, block: int, batch:
     return Trained(state.params, np.concatenate(accuracy), float(np.mean(seconds[1:])) / block if count > 1 else None)
 
 
-def score(
-    shape: Shape, params: Any, task: SyntheticTask, *, rows: int, calls: int, turn: AbstractContextManager = ALONE
-) -> list[TaskScore]:
-    """Each model of `params` (seeds first) on the same `calls` batches of `rows` rows; one program. turn: as of `train`."""
+def score(shape: Shape, params: Any, task: SyntheticTask, *, rows: int, calls: int) -> list[TaskScore]:
+    """Each model of `params` (seeds first) on the same `calls` batches of `rows` rows; one program."""
     model = RecallModel(shape)
 
     def predict(params, tokens, at):
         logits: Any = model.apply({"params": params}, tokens, at)
         return jnp.argmax(logits, axis=-1)
 
-    program = Program(predict, turn)
+    program = jax.jit(predict)
     params = jax.device_get(params)  # cut on the host: a slice on the device would compile for every shape
     seeds = [jax.device_put(jax.tree.map(lambda x, r=r: x[r], params)) for r in range(len(jax.tree.leaves(params)[0]))]
     return [answer_accuracy(functools.partial(program, one), task, rows=rows * calls, batch=rows) for one in seeds]

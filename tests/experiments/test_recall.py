@@ -1,7 +1,9 @@
 """The recall study in small: what the delta rule and the initial gate bias are for, the control without a delta rule, the commands."""
 
 import dataclasses
+import functools
 import json
+import os
 import statistics
 import time
 
@@ -135,26 +137,33 @@ def test_command(tmp_path):
     assert all((tmp_path / name).stat().st_size > 10_000 for name in ("recall.png", "extrapolation.png"))
 
 
-def test_suite_runs_what_fits():
+def test_suite_runs_what_fits(tmp_path):
     """One model ends, one fails, one outlasts the budget, one is not started: all four stand in what is reported."""
-    _, study = recall_suite.studies(recall_suite.Suite(out=None))[0]
-    block = {"event": "block", "seed": 0, "step": 7, "accuracy": [0.5]}
+    _, study = recall_suite.studies(recall_suite.Suite(out=tmp_path))[0]
+    block, events = {"event": "block", "seed": 0, "step": 7, "accuracy": [0.5]}, tmp_path / "recall.jsonl"
 
-    def run(study, mixers, record, turn):
+    def run(study, mixers, record):
         record(block)
         return {"status": "done"}
 
-    def fails(study, mixers, record, turn):
+    def fails(study, mixers, record):
         raise FloatingPointError("step 3 of seed 1: loss or gradient is not finite.")
 
-    seen, later = [], time.monotonic() + 60
-    assert recall_suite.run_within(study, seen.append, later, 1, None, run) == {"status": "done"} and seen == [block]
-    failed = recall_suite.run_within(study, seen.append, later, 1, None, fails)
+    later = time.monotonic() + 60
+    assert recall_suite.run_within(study, events, later, 1, run) == {"status": "done"} and json.loads(events.read_text()) == block
+    failed = recall_suite.run_within(study, events, later, 1, fails)
     assert failed["status"] == "failed" and "FloatingPointError: step 3 of seed 1" in failed["reason"] and "fails" in failed["traceback"]
-    stopped = recall_suite.run_within(study, seen.append, time.monotonic(), -1, None, run)
+    stopped = recall_suite.run_within(study, events, time.monotonic(), -1, run)
     assert stopped["status"] == "stopped" and "after step 7 of seed 0 its training accuracy was [0.5]" in stopped["reason"]
-    skipped = recall_suite.run_within(study, seen.append, time.monotonic() + 2, 5, None, run)
+    skipped = recall_suite.run_within(study, events, time.monotonic() + 2, 5, run)
     assert skipped["status"] == "skipped" and skipped["task"] == "mqar" and len(recall.table([skipped, stopped, failed])) == 5
+
+
+def test_suite_outlives_a_model_that_dies():
+    """A process that is killed is a failed model with its name, not the end of the suite."""
+    died = recall_suite.in_a_process(functools.partial(os._exit, 9), TINY)
+    assert died["status"] == "failed" and "BrokenProcessPool" in died["reason"] and died["mixers"] == "kda"
+    assert recall_suite.in_a_process(functools.partial(dict, status="done"), TINY) == {"status": "done"}
 
 
 def test_one_program_for_seeds_one_by_one():
