@@ -34,7 +34,7 @@ PARTS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "mqar": ({"task": "mqar"}, ("kda", "kda_zero_bias")),
     "extrapolation": ({"task": "recall", "eval_lengths": LENGTHS}, ("kda,mla", "kda,mla_rotary", "kda", "mla_rotary")),
 }
-LONGER = {"mqar": 2, "extrapolation-mla_rotary": 5}
+LONGER = {"mqar": 2, "extrapolation-kda": 2, "extrapolation-mla_rotary": 5}
 """Parts, or single models, that take so many times --steps."""
 ORDER = (
     ("mqar", 0),
