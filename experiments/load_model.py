@@ -14,7 +14,6 @@ from typing import Annotated, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import tyro
 
 from moejax import hub as published
@@ -25,9 +24,7 @@ from moejax.data import ByteTokenizer, load_tokenizer
 from moejax.data.dialog import render_dialog, special_id
 from moejax.modules.model import HybridLM
 from moejax.train.checkpoint import Checkpointer
-from moejax.train.optimizers import make_optimizer
 from moejax.train.run_config import configure_compile_cache, load_run
-from moejax.train.state import init_state
 
 BYTES = "bytes"
 NAME = tyro.conf.arg(metavar="PATH")
@@ -179,26 +176,16 @@ def _check_options(source: str, **options: dict[str, Any]) -> None:
 
 
 def _from_run(run: str | os.PathLike, step: int | None) -> tuple[HybridLM, dict[str, Any]]:
-    """The whole state is read, for its checksums; moments stay in the host's memory and are dropped."""
-    config, model_config = load_run(str(run))
+    """Every file is compared with its checksum; of the state only what the model needs is loaded."""
+    _, model_config = load_run(str(run))
     folder = pathlib.Path(run) / "checkpoint"
     if not folder.is_dir():
         raise FileNotFoundError(f"{os.fspath(run)} has no checkpoint yet (no folder {folder.name}/ in it); train it further.")
-    model, optimizer = HybridLM(model_config), make_optimizer(config.optimizer_config)
-    template = jax.eval_shape(lambda key: init_state(model, optimizer, key), jax.random.key(config.seed))
-    with jax.default_device(_host()):
-        state, _ = Checkpointer(folder).restore(template, step=step)
-        kept = jax.tree.map(np.asarray, {"params": state.params, "router_state": state.router_state})
-    del state
-    return model, jax.tree.map(jnp.asarray, kept)
-
-
-def _host() -> Any:
-    """The CPU device; None (the default) where JAX_PLATFORMS leaves none."""
-    try:
-        return jax.local_devices(backend="cpu")[0]
-    except RuntimeError:
-        return None
+    model = HybridLM(model_config)
+    made = jax.eval_shape(lambda key: model.init(key, jnp.zeros((1, 1), jnp.int32)), jax.random.key(0))
+    template = {"params": made["params"], "router_state": made.get("router_state", {})}
+    variables, _ = Checkpointer(folder).restore(template, step=step, part=True)
+    return model, variables
 
 
 def _random(preset: str, seed: int) -> tuple[HybridLM, dict[str, Any]]:

@@ -160,13 +160,15 @@ class Checkpointer:
 
     # Reading
 
-    def restore(self, template: Any, *, step: int | None = None, on_damage: str = "raise") -> tuple[Any, dict]:
+    def restore(self, template: Any, *, step: int | None = None, on_damage: str = "raise", part: bool = False) -> tuple[Any, dict]:
         """-> (state, metadata) of `step`, by default the newest. `template` gives structure and placement.
 
         template: a pytree like the saved one, of arrays or `jax.ShapeDtypeStruct`; a sharding on a leaf is followed,
         a leaf without one comes back uncommitted on the default device. All leaves come back as JAX arrays.
         on_damage: what to do when the newest step's files are not what was written: "raise", or "previous": take the newest
         step that is whole, with a warning that names what was passed over. A step that was asked for is never replaced.
+        part: the template may lack leaves that were saved; they take no memory (their files are compared all the same). What it
+        has must be there: {"params": ..., "router_state": ...} of a `TrainState`, say.
         FileNotFoundError when there is none. DamagedCheckpointError (a ValueError) naming the files. ValueError naming every
         leaf that is missing, not expected, or of another shape or dtype: nothing is cast or padded.
         """
@@ -177,11 +179,13 @@ class Checkpointer:
         chosen = self._disk.choose(step, on_damage, together=True)
         record = self._disk.record(chosen)
         leaves = tree.named_leaves(template)
-        tree.check_fits(f"checkpoint {self.folder / str(chosen)}", record["leaves"], leaves)
+        saved = {name: kind for name, kind in record["leaves"].items() if name in leaves or not part}
+        tree.check_fits(f"checkpoint {self.folder / str(chosen)}", saved, leaves)
         targets = {name: tree.target(leaf) for name, leaf in leaves.items() if leaf.size}
         restore_args = {name: _restore_args(ocp, target) for name, target in targets.items()}
+        wanted = ocp.args.PyTreeRestore(item=targets, restore_args=restore_args, partial_restore=part)
         with ocp.PyTreeCheckpointer() as reader:
-            plain = reader.restore(self.folder / str(chosen) / "state", item=targets, restore_args=restore_args)
+            plain = reader.restore(self.folder / str(chosen) / "state", args=wanted)
         values = [_value(plain.get(name), leaf) for name, leaf in leaves.items()]
         return jax.tree.unflatten(jax.tree.structure(template), values), record["metadata"]
 

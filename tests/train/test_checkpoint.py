@@ -83,6 +83,20 @@ def test_round_trip_is_exact_and_the_newest_are_kept(tmp_path):
     _assert_same(state, _state(5))
 
 
+def test_a_part_is_restored_alone(tmp_path):
+    saved = {"params": {"w": jnp.arange(3.0)}, "moments": {"w": jnp.ones(3)}, "rng": jax.random.key(1)}
+    with Checkpointer(tmp_path) as writer:
+        writer.save(1, saved, {"a": 1})
+        part = {"params": {"w": jax.ShapeDtypeStruct((3,), jnp.float32)}}
+        state, metadata = writer.restore(part, part=True)
+        assert jax.tree.structure(state) == jax.tree.structure(part) and metadata == {"a": 1}
+        np.testing.assert_array_equal(state["params"]["w"], np.arange(3.0))
+        with pytest.raises(ValueError, match=r"2 leaves differ[^$]*moments.w: saved float32\[3\], not expected"):
+            writer.restore(part)
+        with pytest.raises(ValueError, match=r"1 leaves differ[^$]*params.new: expected int32.*, not saved"):
+            writer.restore({"params": {"new": jnp.zeros(1, jnp.int32)}}, part=True)
+
+
 def test_every_difference_is_named_at_once(tmp_path):
     with Checkpointer(tmp_path) as writer:
         writer.save(1, {"a": jnp.zeros(3), "b": jnp.zeros(2), "gone": jnp.zeros(1)})
