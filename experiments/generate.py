@@ -24,8 +24,7 @@ if not __package__:  # started as a file
     sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
 from experiments.answering import Conversation
-from experiments.load_model import Loaded, Source, chat_ids, has_chat, prompt_ids, stop_ids
-from moejax.data.dialog import render_dialog, special_id
+from experiments.load_model import Loaded, Source, chat_ids, following_ids, has_chat, prompt_ids, stop_ids
 from moejax.infer.requests import at_least_one
 from moejax.infer.sampling import Sampling, make_sampling
 from moejax.infer.server_text import TextStream
@@ -134,7 +133,7 @@ def complete(config: Generate, loaded: Loaded) -> int:
 def chat(config: Generate, loaded: Loaded) -> int:
     tokenizer = loaded.tokenizer
     if not has_chat(tokenizer):
-        raise ValueError(f"{tokenizer!r} has no markers of a dialog's turns, so this model cannot chat; give --prompt.")
+        raise ValueError(f"{tokenizer!r} has neither markers of turns nor a chat template, so this model cannot chat; give --prompt.")
     conversation = Conversation(loaded, capacity=config.context or 8192, chunk=config.chunk, state_dtype=config.state_dtype)
     print(f"{CLEAR} forgets the dialog, {EXIT} or Ctrl-D ends it, Ctrl-C ends an answer.", file=sys.stderr)
     for text in _lines():
@@ -161,11 +160,9 @@ def next_turn(conversation: Conversation, tokenizer: Any, message: dict[str, str
     if not conversation.read:
         start = [] if system is None else [{"role": "system", "content": system}]
         return chat_ids(tokenizer, [*start, message])
-    turn_end = special_id(tokenizer, "turn_end")
     conversation.forget_last(stop_ids(tokenizer))
-    added = render_dialog([message], tokenizer, start=False).ids.tolist()
-    ended = conversation.pending[-1:] == [turn_end]
-    return [*([] if ended else [turn_end]), *added, special_id(tokenizer, "assistant")]
+    following = following_ids(tokenizer, message)
+    return following[1:] if conversation.pending[-1:] == following[:1] else following
 
 
 def _lines() -> Iterator[str]:

@@ -20,7 +20,7 @@ from moejax import hub as published
 from moejax import presets
 from moejax.config import ModelConfig
 from moejax.counting import count_parameters
-from moejax.data import ByteTokenizer, load_tokenizer
+from moejax.data import ByteTokenizer, chat_template, load_tokenizer
 from moejax.data.dialog import render_dialog, special_id
 from moejax.modules.model import HybridLM
 from moejax.train.checkpoint import Checkpointer
@@ -138,23 +138,40 @@ def prompt_ids(tokenizer: Any, text: str) -> list[int]:
 
 
 def chat_ids(tokenizer: Any, messages: Sequence[Mapping[str, Any]]) -> list[int]:
-    """Messages -> ids [N] that end where the assistant begins to write: bos, `render_dialog`, the assistant's marker.
+    """Messages -> ids [N] that end where the assistant begins to write: by `render_dialog` with a bos before it where the tokenizer is
+    ours, else by the chat template of its files.
 
-    ValueError: messages that `render_dialog` refuses, a tokenizer without its markers.
+    ValueError: messages that they refuse, a tokenizer that has neither.
     """
+    if not _has_markers(tokenizer):
+        return chat_template.template_ids(tokenizer, messages).tolist()
     dialog = render_dialog(messages, tokenizer).ids.tolist()
     return [special_id(tokenizer, "bos"), *dialog, special_id(tokenizer, "assistant")]
 
 
+def following_ids(tokenizer: Any, message: Mapping[str, Any]) -> list[int]:
+    """What stands between an answer and the next: the end of the assistant's turn (one id), the message, the assistant's marker."""
+    if not _has_markers(tokenizer):
+        return chat_template.following_ids(tokenizer, message).tolist()
+    added = render_dialog([message], tokenizer, start=False).ids.tolist()
+    return [special_id(tokenizer, "turn_end"), *added, special_id(tokenizer, "assistant")]
+
+
 def has_chat(tokenizer: Any) -> bool:
-    """Whether the tokenizer has the markers of a dialog."""
-    return all(_special(tokenizer, name) is not None for name in ("bos", "system", "user", "assistant", "tool_call", "turn_end"))
+    """Whether the tokenizer has the markers of a dialog, or a chat template."""
+    return _has_markers(tokenizer) or getattr(tokenizer, "chat_template", None) is not None
 
 
 def stop_ids(tokenizer: Any, *, chat: bool = False) -> tuple[int, ...]:
     """The ids that end an answer: eos, and for a chat the end of the assistant's turn."""
-    ends = [getattr(tokenizer, "eos_id", None), _special(tokenizer, "turn_end") if chat else None]
+    ends = [getattr(tokenizer, "eos_id", None)]
+    if chat and has_chat(tokenizer):
+        ends += [special_id(tokenizer, "turn_end")] if _has_markers(tokenizer) else chat_template.turn_end_ids(tokenizer)
     return tuple(sorted({int(i) for i in ends if i is not None}))
+
+
+def _has_markers(tokenizer: Any) -> bool:
+    return all(_special(tokenizer, name) is not None for name in ("bos", "system", "user", "assistant", "tool_call", "turn_end"))
 
 
 def _is_ours(tokenizer: Any) -> bool:

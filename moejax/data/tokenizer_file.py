@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from . import tiktoken_file
+from . import chat_template, tiktoken_file
 from .tokenizer import checked_ids
 from .tokenizer_model import MAX_IDS, AddedToken, load_library, lost_id, unknown_id, vocabulary, with_added, without_added
 
@@ -27,13 +27,22 @@ class FileTokenizer:
     vocab_size: the largest id + 1. A model's table may be larger (padded), and ids in between may have no token.
     bos_id, eos_id, pad_id: as `tokenizer_config.json` names them; None where it does not.
     added_tokens: {id: AddedToken}, all tokens beside the BPE; special_ids: {content: id}, those of them that are special.
+    chat_template: the Jinja text by which the model's dialogs are written (see chat_template.py), or None.
 
     Byte-level BPE (every tiktoken file, most `tokenizer.json`) gives back any text exactly, where its file adds no normaliser,
     no leading space and no token that takes white space with it.
     """
 
-    def __init__(self, spec: dict[str, Any], added: Mapping[int, AddedToken], ends: Mapping[str, int | None], place: str):
+    def __init__(
+        self,
+        spec: dict[str, Any],
+        added: Mapping[int, AddedToken],
+        ends: Mapping[str, int | None],
+        place: str,
+        chat_template: str | None = None,
+    ):
         """spec: the object of a `tokenizer.json`, checked, its `added_tokens` aside."""
+        self.chat_template = chat_template
         model = spec["model"]
         self._place, self._lost = place, lost_id(spec)
         names = {i: name for name, i in vocabulary(model, place).items() if i not in added}
@@ -144,7 +153,8 @@ def load_tokenizer(path: str | os.PathLike, *, pattern: str | None = None) -> Fi
 
     path: a `tokenizer.json`; or a tiktoken-style file (a line a token: base64, a space, the rank, which is the id); or a folder with
         one `tokenizer.json`, `tiktoken.model` or `*.tiktoken`. A `tokenizer_config.json` beside the file is read too: its
-        `added_tokens_decoder` {id: {"content", "special", ...}}, and `bos_token`, `eos_token`, `pad_token`.
+        `added_tokens_decoder` {id: {"content", "special", ...}}, and `bos_token`, `eos_token`, `pad_token`; and the chat template, from
+        there or from `chat_template.jinja`.
     pattern: how a tiktoken-style file's text is cut before BPE, a regular expression; None: that of Kimi K2 and K3
         (`tokenization_kimi.py`). A `tokenizer.json` has its own, so that a pattern is refused.
 
@@ -169,7 +179,9 @@ def load_tokenizer(path: str | os.PathLike, *, pattern: str | None = None) -> Fi
     added = _added_tokens(spec.pop("added_tokens", None) or [], config.get("added_tokens_decoder") or {}, file)
     ends = _ends(config, added, names if is_json else {}, config_path)
     _check_added(added, names, file, is_json)
-    return FileTokenizer(spec, added, ends, str(file))
+    own_file = file.parent / chat_template.FILE_NAME
+    text = own_file.read_text(encoding="utf-8") if own_file.is_file() else None
+    return FileTokenizer(spec, added, ends, str(file), chat_template.template_of(config, text, str(config_path)))
 
 
 def _find(path: pathlib.Path) -> pathlib.Path:

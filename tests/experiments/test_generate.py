@@ -198,4 +198,4 @@ def test_a_tokenizer_without_turns_cannot_chat(loaded, monkeypatch, capsys):
 
     monkeypatch.setattr(cli.Generate, "load", lambda _: loaded._replace(tokenizer=Plain()))
     assert cli.main(["--chat", "--preset", "toy", "--compile-cache", "none"]) == 2
-    assert "Plain() has no markers of a dialog's turns" in capsys.readouterr().err
+    assert "Plain() has neither markers of turns nor a chat template" in capsys.readouterr().err
