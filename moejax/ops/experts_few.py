@@ -162,7 +162,8 @@ def _all(x, experts, weights, _mask, matrices, activation):
     E = num_experts(matrices[0])
     out = _batched(jnp.broadcast_to(x, (E, N, L)), matrices, activation)
     row = experts * N + jnp.arange(N, dtype=jnp.int32)[:, None]
-    return _sum(out.reshape(E * N, L), row, weights)
+    # XLA on a GPU fuses each column's slice with the weights' own computation: k launches for [N,k] numbers, with the barrier one.
+    return _sum(out.reshape(E * N, L), row, lax.optimization_barrier(weights))
 
 
 def slots_per_round(tokens: int, k: int, experts: int) -> int:
