@@ -20,7 +20,7 @@ from ..kernels.varying import match_varying
 from ..ops.kda_layer import KDAState, KDAWeights, kda_layer, layer_around
 from ..ops.mla import MLAWeights, absorbed_latent_attention, mla_output, mla_project
 from ..ops.mla_prefill import cached_latent_attention
-from ..ops.short_conv import short_conv_step
+from ..ops.short_conv import short_conv_steps
 from ..parallel.axes import CACHE_AXES
 from ..parallel.layers import ModelParallel, weight_specs
 from .cache import LatentCache
@@ -48,8 +48,8 @@ def kda_token(x, weights: KDAWeights, state: KDAState, active, *, config: ModelC
     slots = None if active is None else jnp.where(active, rows, -1)
 
     def convolve(inputs, taps, histories):
-        steps = [short_conv_step(a[:, 0], w, h, active=active) for a, w, h in zip(inputs, taps, histories, strict=True)]
-        return [y[:, None] for y, _ in steps], [history for _, history in steps]
+        mixed, moved = short_conv_steps([a[:, 0] for a in inputs], taps, histories, active=active)
+        return [y[:, None] for y in mixed], moved
 
     def recur(q, k, v, raw_gate, beta_logits, A_log, dt_bias):
         token: Any = (part[:, 0] for part in (q, k, v, raw_gate, beta_logits))

@@ -3,12 +3,14 @@
 Shapes: B batch, T tokens, C channels, W taps (4 in the published models). x [B,T,C], weight [W,C], history [B,W-1,C].
 """
 
+from collections.abc import Sequence
+
 import jax
 import jax.numpy as jnp
 from jax import Array
 
 from moejax.kernels.common import accumulation_dtype, require_float, require_rank
-from moejax.kernels.kda.choice import choose, run_keeping_inputs
+from moejax.kernels.kda.choice import choose, run_differentiating_plain, run_keeping_inputs
 
 # Limits of the kernel: taps of a channel live in registers; rows and blocks of 128 tokens are axes of a grid of at most 65535.
 MOST_TAPS, MOST_ROWS, MOST_TOKENS = 8, 65535, 2**22
@@ -56,21 +58,52 @@ def short_conv_step(x: Array, weight: Array, history: Array, *, active: Array | 
     an inactive row gives 0 and keeps its history, and its x is not read.
     Raises ValueError: a shape or dtype that breaks these rules (float16 too).
     """
-    require_rank(2, "[B,C]", x=x)
-    if 0 in x.shape:
-        raise ValueError(f"x has shape {x.shape}; no axis of [B,C] may be empty (skip the call when there are no rows).")
-    check_short_conv(x[:, None], weight, history, None)
-    active = None if active is None else jnp.asarray(active)
-    if active is not None and (active.shape != x.shape[:1] or active.dtype != jnp.bool_):
-        raise ValueError(
-            f"active is {active.dtype}{list(active.shape)}; it must be bool [B] = [{x.shape[0]}], False for a row without a token."
-        )
+    active = check_short_conv_step(x, weight, history, active)
     inputs = jnp.concatenate([history.astype(x.dtype), x[:, None]], axis=1)
     y = _silu_of_taps([inputs[:, tap] for tap in range(weight.shape[0])], weight).astype(x.dtype)
     moved = inputs[:, 1:].astype(history.dtype)
     if active is None:
         return y, moved
     return jnp.where(active[:, None], y, 0), jnp.where(active[:, None, None], moved, history)
+
+
+def short_conv_steps(
+    inputs: Sequence[Array],
+    weights: Sequence[Array],
+    histories: Sequence[Array],
+    *,
+    active: Array | None = None,
+    implementation: str | None = None,
+) -> tuple[list[Array], list[Array]]:
+    """`short_conv_step` of several convolutions: those of queries, keys and values.
+
+    inputs: each [B,C], C of its own; weights: each [W,C]; histories: each [B,W-1,C]; active: as there.
+    implementation: "xla"; "triton" (one launch for three of them, histories overwritten in place; NVIDIA Hopper, float32 and bfloat16,
+      2 <= W <= 8); None: "triton" when the call is lowered for cuda and the kernel takes it, else "xla". Over several GPUs call it
+      inside jax.shard_map (rows and channels may be cut).
+    Returns (outputs, histories). Donate the histories to the jit around the call, else they are copied first. Differentiable, except by
+    implementation="triton".
+    Raises ValueError as short_conv_step, and NotImplementedError, with the reason, for a kernel that cannot run.
+    """
+    for x, weight, history in zip(inputs, weights, histories, strict=True):
+        active = check_short_conv_step(x, weight, history, active)
+    if len(rows := sorted({x.shape[0] for x in inputs})) > 1:
+        raise ValueError(f"inputs have {', '.join(map(str, rows))} rows; they must be [B,C] with one B.")
+    refused = _step_refused(inputs, weights, histories)
+    name = choose("short_conv_steps", implementation, refused, loss="in eight more launches")
+
+    def plain(inputs, weights, histories, active):
+        steps = [short_conv_step(x, w, h, active=active) for x, w, h in zip(inputs, weights, histories, strict=True)]
+        return tuple(y for y, _ in steps), tuple(history for _, history in steps)
+
+    def kernels(inputs, weights, histories, active):
+        from moejax.kernels.kda.triton_conv_step import conv_step_triton  # Triton, at the first use
+
+        return conv_step_triton(inputs, weights, histories, active=active)
+
+    operands = (tuple(inputs), tuple(weights), tuple(histories), active)
+    outputs, moved = run_differentiating_plain(name, "short_conv_steps", kernels, plain, operands)
+    return list(outputs), list(moved)
 
 
 def _refused(x: Array, weight: Array) -> str | None:
@@ -82,6 +115,22 @@ def _refused(x: Array, weight: Array) -> str | None:
     if x.shape[0] > MOST_ROWS or x.shape[1] > MOST_TOKENS:
         return f"its kernel takes at most {MOST_ROWS} rows of {MOST_TOKENS} tokens, here {x.shape[0]} of {x.shape[1]}"
     return None
+
+
+def _step_refused(inputs: Sequence[Array], weights: Sequence[Array], histories: Sequence[Array]) -> str | None:
+    """Why the kernel of one step does not take these operands, or None."""
+    if len(inputs) != 3:
+        return f"its kernel takes three convolutions, here {len(inputs)}"
+    if any(a.dtype == jnp.float64 for a in (*inputs, *weights, *histories)):
+        return "its kernel takes float32 and bfloat16, here float64"
+    dtypes = sorted({str(x.dtype) for x in inputs})
+    if len(dtypes) > 1:
+        return f"its kernel takes inputs of one dtype, here {', '.join(dtypes)}"
+    taps = sorted({weight.shape[0] for weight in weights})
+    if len(taps) > 1 or not 2 <= taps[0] <= MOST_TAPS:
+        return f"its kernel takes from 2 to {MOST_TAPS} taps, the same for all, here {', '.join(map(str, taps))}"
+    rows = inputs[0].shape[0]
+    return f"its kernel takes at most {MOST_ROWS} rows, here {rows}" if rows > MOST_ROWS else None
 
 
 def _kernels(x: Array, weight: Array, history: Array | None, segment_ids: Array | None) -> tuple[Array, Array]:
@@ -158,20 +207,30 @@ _permute.defvjp(
 )
 
 
+def check_short_conv_step(x: Array, weight: Array, history: Array, active: Array | None) -> Array | None:
+    """The errors of short_conv_step; -> active as an array."""
+    require_rank(2, "[B,C]", x=x)
+    if 0 in x.shape:
+        raise ValueError(f"x has shape {x.shape}; no axis of [B,C] may be empty (skip the call when there are no rows).")
+    check_short_conv(x[:, None], weight, history, None)
+    active = None if active is None else jnp.asarray(active)
+    if active is not None and (active.shape != x.shape[:1] or active.dtype != jnp.bool_):
+        raise ValueError(
+            f"active is {active.dtype}{list(active.shape)}; it must be bool [B] = [{x.shape[0]}], False for a row without a token."
+        )
+    return active
+
+
 def check_short_conv(x: Array, weight: Array, history: Array | None, segment_ids: Array | None) -> None:
     require_float(x=x, weight=weight, history=history)
     require_rank(3, "[B,T,C]", x=x)
     require_rank(2, "[W,C]", weight=weight)
     if 0 in x.shape:
-        raise ValueError(
-            f"x has shape {x.shape}; no axis of [B,T,C] may be empty (skip the call when there are no tokens)."
-        )
+        raise ValueError(f"x has shape {x.shape}; no axis of [B,T,C] may be empty (skip the call when there are no tokens).")
     batch, tokens, channels = x.shape
     width = weight.shape[0]
     if width < 1 or weight.shape[1] != channels:
-        raise ValueError(
-            f"weight has shape {weight.shape}; it must be [W,C] with W >= 1 taps and C = {channels} channels."
-        )
+        raise ValueError(f"weight has shape {weight.shape}; it must be [W,C] with W >= 1 taps and C = {channels} channels.")
     if history is not None and history.shape != (batch, width - 1, channels):
         raise ValueError(
             f"history has shape {history.shape}; it must be [B,W-1,C] = {[batch, width - 1, channels]}: the "

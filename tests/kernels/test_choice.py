@@ -11,7 +11,7 @@ from jax.sharding import AxisType, PartitionSpec
 
 from moejax.kernels.kda import choice, triton_launch
 from moejax.ops import KDAWeights, gated_kda, kda_layer, short_conv
-from moejax.ops.short_conv import _refused
+from moejax.ops.short_conv import _refused, _step_refused, short_conv_steps
 
 P = PartitionSpec
 
@@ -131,6 +131,30 @@ def test_what_the_convolution_refuses(x64):
     ):
         assert word in _refused(*operands)
     assert _refused(x.astype(jnp.bfloat16), jnp.ones((8, 3), jnp.float32)) is None
+
+
+def test_what_the_step_of_convolutions_refuses(x64, monkeypatch):
+    def operands(C=(3, 3, 5), W=4, B=1, dtype=jnp.float32):
+        number = jax.ShapeDtypeStruct
+        return [[number((*shape, c), dtype) for c in C] for shape in ((B,), (W,), (B, W - 1))]
+
+    x, taps, past = operands()
+    for refused, word in (
+        (operands(C=(3, 3)), "takes three convolutions, here 2"),
+        (operands(W=1), "from 2 to 8 taps, the same for all, here 1"),
+        ((x, [*taps[:2], operands(W=3)[1][2]], past), "here 3, 4"),
+        (operands(dtype=jnp.float64), "float64"),
+        (operands(B=65536), "65536"),
+        (([*x[:2], operands(dtype=jnp.bfloat16)[0][2]], taps, past), "one dtype, here bfloat16, float32"),
+    ):
+        assert word in _step_refused(*refused)
+    assert _step_refused(*operands()) is None
+    ones = jax.tree.map(lambda a: jnp.ones(a.shape, a.dtype), operands())
+    monkeypatch.setattr(triton_launch, "available", lambda: None)
+    with pytest.raises(NotImplementedError, match="of short_conv_steps cannot run: its kernels run on NVIDIA GPUs, this is 'cpu'"):
+        short_conv_steps(*ones, implementation="triton")
+    with pytest.raises(ValueError, match="known: xla, triton, or None"):
+        short_conv_steps(*ones, implementation="reference")
 
 
 @pytest.mark.parametrize("wide", ["A_log", "dt_bias"])

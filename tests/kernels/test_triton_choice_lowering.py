@@ -17,6 +17,7 @@ from lowering import absent_h200, launches, lowered
 
 from moejax.kernels.kda import kda_decode
 from moejax.ops import KDAState, KDAWeights, kda_layer, short_conv
+from moejax.ops.short_conv import short_conv_steps
 from moejax.parallel import sequence_kda_layer, sequence_short_conv
 
 BF16, F32 = jnp.bfloat16, jnp.float32
@@ -52,6 +53,22 @@ def test_short_conv():
     wide = S((9, 64), F32)  # more taps than the kernel takes
     assert launches(lambda x, w: short_conv(x, w)[0], CONV[0], wide) == 0
     assert launches(lambda x, w: short_conv(x, w, implementation="xla")[0], *CONV[:2]) == 0
+
+
+def test_short_conv_steps():
+    """Three convolutions of one token in one launch; what the kernel does not take runs as plain XLA."""
+    steps = lambda C=(64, 64, 96), W=4, dtype=BF16: [
+        tuple(S((*shape, c), t) for c in C) for shape, t in (((2,), dtype), ((W,), F32), ((2, W - 1), dtype))
+    ]
+    run = lambda *a: short_conv_steps(*a[:3], active=a[3] if len(a) > 3 else None)
+    assert launches(run, *steps()) == launches(run, *steps(dtype=F32), S((2,), jnp.bool_)) == 1
+    for platform in ("cpu", "tpu"):
+        assert launches(run, *steps(), platform=platform) == 0
+    for operands in (steps(W=1), steps(W=9), steps(C=(64, 64))):
+        assert launches(run, *operands) == 0
+    assert launches(lambda *a: short_conv_steps(*a, implementation="xla"), *steps()) == 0
+    gradient = jax.grad(lambda x, *a: sum(y.astype(F32).sum() for y in run(x, *a)[0]))
+    assert launches(gradient, *steps()) == 0  # through XLA
 
 
 def test_layer():

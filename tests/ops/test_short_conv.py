@@ -12,6 +12,7 @@ sys.path.insert(0, os.path.join(os.path.dirname(__file__), "..", "kernels"))
 from conv_taps import selections
 
 from moejax.ops import short_conv, short_conv_step
+from moejax.ops.short_conv import short_conv_steps
 
 
 def plain(x, weight, history, chosen):
@@ -240,6 +241,27 @@ def test_steps_equal_the_whole_and_inactive_rows_stand_still(width):
     np.testing.assert_array_equal(step(x[:, 0], w, h)[0], step(x[:, 0], w, h, active=jnp.ones(2, bool))[0])
 
 
+@pytest.mark.parametrize("channels", [(3, 3, 5), (3, 4)])
+def test_several_steps_equal_each_alone(channels):
+    """Outputs, histories and gradients to the bit; row 1 rests, with NaN as its input."""
+    made = [make(2, 1, C, 4, seed)[0] for seed, C in enumerate(channels)]
+    inputs, weights, histories = ([jnp.asarray(a, jnp.float32) for a in part] for part in zip(*made, strict=True))
+    active = jnp.asarray([True, False])
+    inputs = [jnp.where(active[:, None], x[:, 0], jnp.nan) for x in inputs]
+
+    def together(weights):
+        outputs, moved = short_conv_steps(inputs, weights, histories, active=active)
+        return sum(y.sum() for y in outputs), (outputs, moved)
+
+    def alone(weights):
+        pairs = [short_conv_step(x, w, h, active=active) for x, w, h in zip(inputs, weights, histories, strict=True)]
+        return sum(y.sum() for y, _ in pairs), ([y for y, _ in pairs], [moved for _, moved in pairs])
+
+    got, wanted = (jax.jit(jax.value_and_grad(f, has_aux=True))(weights) for f in (together, alone))
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
 def test_a_step_names_bad_input():
     x, w, h = jnp.ones((2, 3)), jnp.ones((4, 3)), jnp.ones((2, 3, 3))
     for call, text in (
@@ -251,6 +273,10 @@ def test_a_step_names_bad_input():
         (lambda: short_conv_step(x, w, h, active=jnp.ones(1, bool)), r"active is bool\[1\]; it must be bool \[B\] = \[2\]"),
         (lambda: short_conv_step(x, w, h, active=jnp.ones(2)), r"active is float32\[2\]"),
         (lambda: short_conv_step(x, w, h, active=jnp.ones((2, 1), bool)), r"active is bool\[2, 1\]"),
+        (lambda: short_conv_steps([x], [w], [h[:, 1:]]), r"B,W-1,C"),
+        (lambda: short_conv_steps([x], [w], [h], active=jnp.ones(1, bool)), r"active is bool\[1\]"),
+        (lambda: short_conv_steps([x, x[:1]], [w, w], [h, h[:1]]), "1, 2 rows"),
+        (lambda: short_conv_steps([x, x], [w], [h]), "shorter"),
     ):
         with pytest.raises(ValueError, match=text):
             call()
