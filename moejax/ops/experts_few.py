@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from moejax.kernels.common import accumulation_dtype
-from moejax.kernels.varying import match_varying
+from moejax.kernels.varying import barrier_on_cuda, match_varying
 from moejax.ops.activations import situ_glu
 from moejax.ops.experts import PackedExperts, check_expert_mlp, mlp, num_experts, sort_by_expert
 from moejax.ops.mxfp4 import mxfp4_decode
@@ -163,7 +163,7 @@ def _all(x, experts, weights, _mask, matrices, activation):
     out = _batched(jnp.broadcast_to(x, (E, N, L)), matrices, activation)
     row = experts * N + jnp.arange(N, dtype=jnp.int32)[:, None]
     # XLA on a GPU fuses each column's slice with the weights' own computation: k launches for [N,k] numbers, with the barrier one.
-    return _sum(out.reshape(E * N, L), row, lax.optimization_barrier(weights))
+    return _sum(out.reshape(E * N, L), row, barrier_on_cuda(weights))
 
 
 def slots_per_round(tokens: int, k: int, experts: int) -> int:
