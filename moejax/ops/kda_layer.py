@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from ..kernels.common import accumulation_dtype, require_float, require_rank
 from ..kernels.kda.choice import choose, run_keeping_inputs
 from ..kernels.kda.gate import check_lower_bound
+from ..kernels.varying import barrier_on_cuda
 from .attention import check_segment_ids
 from .kda import gated_kda, kda_implementation
 from .norms import rms_norm
@@ -139,7 +140,10 @@ def layer_around(
     q, k, v = (y.reshape(*x.shape[:2], *projection.shape[1:]) for y, projection in zip(mixed, projections, strict=True))
     with jax.named_scope("kda_gates"):
         raw_decay = jnp.einsum("btr,rhk->bthk", x @ weights.decay_down.astype(x.dtype), weights.decay_up.astype(x.dtype))
-        beta_logits = x @ weights.beta_proj.astype(x.dtype)
+        # Of one token: XLA makes one product of this and decay_down, and copies both weights together for it at every step. Apart,
+        # decay_down joins the other projections: two launches fewer up to 8 rows, one at 16, none more at any number.
+        alone = barrier_on_cuda(x) if x.shape[1] == 1 else x
+        beta_logits = alone @ weights.beta_proj.astype(x.dtype)
     with jax.named_scope("kda_scan"):
         o, recurrent = recur(q, k, v, raw_decay, beta_logits, weights.A_log, weights.dt_bias)
     with jax.named_scope("kda_output"):
