@@ -90,7 +90,7 @@ def short_conv_steps(
     if len(rows := sorted({x.shape[0] for x in inputs})) > 1:
         raise ValueError(f"inputs have {', '.join(map(str, rows))} rows; they must be [B,C] with one B.")
     refused = _step_refused(inputs, weights, histories)
-    name = choose("short_conv_steps", implementation, refused, loss="in eight more launches")
+    name = choose("short_conv_steps", implementation, refused, loss="in 7 or 8 more launches")
 
     def plain(inputs, weights, histories, active):
         steps = [short_conv_step(x, w, h, active=active) for x, w, h in zip(inputs, weights, histories, strict=True)]

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from moejax.ops import KDAState, KDAWeights, kda_decode, kda_layer, short_conv
+from moejax.ops.short_conv import short_conv_steps
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("gpu")]
 BF16, F32 = jnp.bfloat16, jnp.float32
@@ -68,6 +69,34 @@ def test_short_conv(shape, history, pack, dtype, tolerance):
     assert text.count("triton_kernel_call_ffi") == 2 and "triton_kernel_call_ffi" not in plain
     assert apart(got, wanted) < tolerance
     assert apart(got, named) == 0
+
+
+@pytest.mark.parametrize("dtype, tolerance", [(F32, 1e-5), (BF16, 8e-3)])
+@pytest.mark.parametrize("active", [None, (True, False, True)])
+def test_short_conv_steps(active, dtype, tolerance):
+    """Ten tokens, histories donated: one launch a token, chosen when nothing is said, the same by its name and as plain XLA."""
+    widths = 256, 256, 520
+    weights = [noise(i, 4, C) for i, C in enumerate(widths)]
+    active = None if active is None else jnp.asarray(active)
+
+    def run(implementation):
+        step = lambda inputs, histories: short_conv_steps(inputs, weights, histories, active=active, implementation=implementation)
+        step, out = jax.jit(step, donate_argnums=1), []
+        histories = [noise(9 + i, 3, 3, C, dtype=dtype) for i, C in enumerate(widths)]
+        for t in range(10):
+            inputs = [noise(20 + 3 * t + i, 3, C, dtype=dtype) for i, C in enumerate(widths)]
+            if active is not None:
+                inputs = [jnp.where(active[:, None], x, jnp.nan) for x in inputs]
+            if t == 0:
+                text = step.lower(inputs, histories).compile().as_text()
+            outputs, histories = step(inputs, histories)
+            out.append(outputs)
+        return out, histories, text
+
+    (*got, text), (*named, _), (*wanted, plain) = run(None), run("triton"), run("xla")
+    assert text.count("triton_kernel_call_ffi") == 1 and "triton_kernel_call_ffi" not in plain
+    assert apart(got[0], wanted[0]) < tolerance
+    assert apart(got[1], wanted[1]) == 0 and apart(got, named) == 0
 
 
 def layer(dtype, D=256, H=2, G=4, K=128, V=128, R=64):
