@@ -164,7 +164,7 @@ def gate(formula):
 def output(formula):
     """The gated output norm from formula(o, gate logits, norm of an array) in place of norm, then gate."""
 
-    def run(o, x, weights, eps):
+    def run(o, x, weights, eps, _=None):
         logits = jnp.einsum("btd,dhv->bthv", x, weights.out_gate)
         return formula(o, logits, lambda y: rms_norm(y, weights.out_norm, eps=eps))
 
@@ -437,7 +437,7 @@ LINEAR_ROWS = {
     "A_log inside the softplus": lambda run: run.set(*GATE, gate(lambda r, d, a: -jax.nn.softplus(jnp.exp(a) * (r + d)))),
     "A_log not exponentiated": lambda run: run.set(*GATE, gate(lambda r, d, a: -jnp.abs(a) * jax.nn.softplus(r + d))),
     "norms: eps 1e-6": lambda run: run.change(norm_eps=1e-6),
-    "low-rank output gate missing": lambda run: run.set(*OUT, lambda _: lambda o, x, w, eps: rms_norm(o, w.out_norm, eps=eps)),
+    "low-rank output gate missing": lambda run: run.set(*OUT, lambda _: lambda o, x, w, eps, _: rms_norm(o, w.out_norm, eps=eps)),
     "routing scale 2.446 dropped": lambda run: run.change(moe={"scaling": 1.0}),
     "bias ignored in the selection": lambda run: setattr(run, "state", jax.tree.map(jnp.zeros_like, run.state)),
     "SiTU instead of SwiGLU": lambda run: run.change(activation="situ"),
