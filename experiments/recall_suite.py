@@ -69,7 +69,7 @@ class Suite:
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """bfloat16: KDA's kernels run on a Hopper GPU."""
     budget_s: float = 510.0
-    """Seconds from the start until no model takes another block of steps."""
+    """Seconds from the start until no model takes another block of steps or scores at another length."""
     least_s: float = 60.0
     """No model is started with less than this left."""
     jobs: int = 5
@@ -98,18 +98,18 @@ def run_within(study: Study, events: Path, end: float, least_s: float, run: Call
 
     events: a file that every event is appended to. end: of the budget, of time.monotonic. run: as `recall.run_one`."""
     (mixers,) = study.mixers
-    last: dict[str, Any] | None = None
+    seen: dict[str, list[dict[str, Any]]] = {"block": [], "score": []}
 
     def record(event: dict[str, Any]) -> None:
-        nonlocal last
         append(events, json.dumps(event))
-        last = event if event["event"] == "block" else last
-        if event["event"] == "block" and time.monotonic() > end:
+        seen[event["event"]].append(event)
+        if time.monotonic() > end:
             raise OutOfTime
 
     def ended(status: str, reason: str) -> dict[str, Any]:
-        reason += "" if last is None else f"; after step {last['step']} of seed {last['seed']} its training accuracy was {last['accuracy']}"
-        return {**identity(study, mixers), "status": status, "reason": reason}
+        for last in seen["block"][-1:]:
+            reason += f"; after step {last['step']} of seed {last['seed']} its training accuracy was {last['accuracy']}"
+        return {**identity(study, mixers), "status": status, "reason": reason, "scores": seen["score"]}
 
     if end - time.monotonic() < least_s:
         return ended("skipped", f"less than {least_s:.0f} s of the budget were left")

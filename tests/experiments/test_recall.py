@@ -155,6 +155,9 @@ def test_suite_runs_what_fits(tmp_path):
     assert failed["status"] == "failed" and "FloatingPointError: step 3 of seed 1" in failed["reason"] and "fails" in failed["traceback"]
     stopped = recall_suite.run_within(study, events, time.monotonic(), -1, run)
     assert stopped["status"] == "stopped" and "after step 7 of seed 0 its training accuracy was [0.5]" in stopped["reason"]
+    score = {"event": "score", "length": 256, "accuracy": [1.0]}
+    scored = recall_suite.run_within(study, events, time.monotonic(), -1, lambda study, mixers, record: record(score))
+    assert scored["status"] == "stopped" and scored["scores"] == [score]  # what was scored in time is kept
     skipped = recall_suite.run_within(study, events, time.monotonic() + 2, 5, run)
     assert skipped["status"] == "skipped" and skipped["task"] == "mqar" and len(recall.table([skipped, stopped, failed])) == 5
 
