@@ -18,8 +18,8 @@ and what it compiled is measured up to 45 s beyond them:
   scan      plan 2  many steps in one program against one call a step, one row
   profile   both    the longest kernels of the steps and chunks that the plan compiled
 
-Most of the time is compiling: a step of 16 layers is 700 kernels, and XLA times the forms of each product ("Delay kernel timed out" comes
-from that and is harmless). Programs are kept in a folder of the temporary directory, so a second call is faster; XLA_FLAGS=
+Most of the time is compiling: a step of 16 layers is 500 to 700 kernels, and XLA times the forms of each product ("Delay kernel timed out"
+comes from that and is harmless). Programs are kept in a folder of the temporary directory, so a second call is faster; XLA_FLAGS=
 --xla_gpu_autotune_level=2 leaves out the checks of that timing and =0 all of it, at the price of slower products.
 Leave XLA_PYTHON_CLIENT_PREALLOCATE as it is: one layer's latents of the largest batch are 28 GB, for which memory that grew had no room.
 Models: random weights in bfloat16, KDA states in float32. Before decoding, caches are filled with random numbers, not by a prefill.

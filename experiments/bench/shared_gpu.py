@@ -3,7 +3,7 @@
     python experiments/bench/shared_gpu.py                      # 5 processes, each kernel of a KDA layer in turn; a Hopper GPU
     python experiments/bench/shared_gpu.py --stages both grads --seconds 30
 
-A kernel that breaks a rule of shared memory may never be seen to on a card of its own (a barrier left open: here 1 launch in 50 was wrong).
+A kernel that breaks a rule of shared memory can look right on a card of its own (with a barrier left open 1 launch in 50 was wrong here).
 Every process launches one kernel again and again on the same operands, queued for much longer than a process's turn on the card, so that
 kernels are stopped in their middle, and counts on the device the numbers that differ from a first run that had the card to itself.
 Prints, for each process and kernel: launches, launches with a difference, numbers that differ, numbers that are not finite.

@@ -43,16 +43,12 @@ def following_ids(tokenizer: Any, message: Mapping[str, Any]) -> np.ndarray:
 
     To go on with a cache, whose answer keeps the ids that were drawn. Errors as of `template_ids`.
     """
-    before = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]
-    pieces = _pieces(tokenizer, [*before, message], ask=True)
-    return _encoded(tokenizer, pieces[_last_of(pieces, 1) + 1 :])
+    return _behind_an_answer(tokenizer, message, ask=True)
 
 
 def turn_end_ids(tokenizer: Any) -> tuple[int, ...]:
     """The special id that ends an answer by the template, as a tuple; empty where the template puts none there."""
-    pieces = _pieces(tokenizer, [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}], ask=False)
-    after = _encoded(tokenizer, pieces[_last_of(pieces, 1) + 1 :])[:1].tolist()
-    return tuple(i for i in after if i in tokenizer.added_tokens)
+    return tuple(i for i in _behind_an_answer(tokenizer, ask=False)[:1].tolist() if i in tokenizer.added_tokens)
 
 
 def template_of(config: Mapping[str, Any], file_text: str | None, place: str) -> str | None:
@@ -85,8 +81,11 @@ def _pieces(tokenizer: Any, messages: Sequence[Mapping[str, Any]], ask: bool) ->
     return pieces
 
 
-def _last_of(pieces: list[tuple[int, str]], index: int) -> int:
-    return max(place for place, (owner, _) in enumerate(pieces) if owner == index)
+def _behind_an_answer(tokenizer: Any, *messages: Mapping[str, Any], ask: bool) -> np.ndarray:
+    """ids of what the template writes behind the text of an answer that `messages` follow."""
+    pieces = _pieces(tokenizer, [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}, *messages], ask)
+    answer = [owner for owner, _ in pieces].index(1)
+    return _encoded(tokenizer, pieces[answer + 1 :])
 
 
 def _encoded(tokenizer: Any, pieces: list[tuple[int, str]]) -> np.ndarray:

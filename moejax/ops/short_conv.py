@@ -58,7 +58,11 @@ def short_conv_step(x: Array, weight: Array, history: Array, *, active: Array | 
     an inactive row gives 0 and keeps its history, and its x is not read.
     Raises ValueError: a shape or dtype that breaks these rules (float16 too).
     """
-    active = check_short_conv_step(x, weight, history, active)
+    return _step(x, weight, history, check_short_conv_step(x, weight, history, active))
+
+
+def _step(x: Array, weight: Array, history: Array, active: Array | None) -> tuple[Array, Array]:
+    """short_conv_step of checked operands."""
     inputs = jnp.concatenate([history.astype(x.dtype), x[:, None]], axis=1)
     y = _silu_of_taps([inputs[:, tap] for tap in range(weight.shape[0])], weight).astype(x.dtype)
     moved = inputs[:, 1:].astype(history.dtype)
@@ -93,7 +97,7 @@ def short_conv_steps(
     name = choose("short_conv_steps", implementation, refused, loss="in 7 or 8 more launches")
 
     def plain(inputs, weights, histories, active):
-        steps = [short_conv_step(x, w, h, active=active) for x, w, h in zip(inputs, weights, histories, strict=True)]
+        steps = [_step(x, w, h, active) for x, w, h in zip(inputs, weights, histories, strict=True)]
         return tuple(y for y, _ in steps), tuple(history for _, history in steps)
 
     def kernels(inputs, weights, histories, active):
