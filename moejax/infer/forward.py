@@ -17,7 +17,6 @@ import jax.numpy as jnp
 from jax import lax
 
 from ..config import ModelConfig
-from ..kernels.varying import barrier_on_cuda
 from ..modules.feed_forward import gated_activation
 from ..modules.plan import block_starts
 from ..ops.depth_attention import DepthPartial, attention_residual, depth_attention, depth_attention_merge, depth_attention_snapshots
@@ -40,10 +39,6 @@ from ..parallel.layers import sharded_latent_moe
 from .cache import HybridCache
 from .mixers import over_mesh
 from .weights import DenseWeights, LayerWeights, Weights
-
-# Of one token, for which shares that simply lie there let XLA fuse phase two with the norm behind it: of 16 layers 17 launches fewer at 4
-# rows, 10 at 32, but one more for a single row (whose reductions it does not fuse) and 8 more at 64.
-MOST_ROWS = 32
 
 Mixers = dict[str, tuple[Callable[..., tuple[jax.Array, Any]], tuple]]
 """Of "K" and "M": a function of mixers.py, and its arguments by row."""
@@ -108,8 +103,6 @@ def _blocks(weights: Weights, x, mixed, feed):
         layers = weights.layers[start : start + starts.step]
         snapshots.append(x)
         shares = _snapshots_share(jnp.stack(snapshots), layers, config.norm_eps)
-        if x.shape[1] == 1 and 1 < x.shape[0] <= MOST_ROWS:
-            shares = barrier_on_cuda(shares)
         prefix: Any = None
         for offset, layer in enumerate(layers):
             h = _joined(shares, 2 * offset, prefix, layer.mixer_query, config).astype(dtype)
